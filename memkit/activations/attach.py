@@ -26,19 +26,19 @@ _MOST_NAMES = 3
 
 
 class Unused:
-    """Warns once, when an optimizer is about to step a module's parameters though its forward has not been called yet, at the
-    line outside of memkit from where this is made. The parts of a module may be called ahead of its forward: only the step
-    tells. The hook is never removed within a step: torch goes through all hooks of its kind there, and fails if one goes."""
+    """Warns once, at the user's line that made it, if an optimizer is about to step a module's parameters before the module's
+    first forward. Parts of a module may run earlier: only the step tells. The hook stays within a step: torch iterates over all
+    hooks of its kind there, and fails if one is removed."""
 
     def __init__(self, module: nn.Module, what: str) -> None:
         self._module = weakref.ref(module)
         self._what = what
         self._filename, self._line = users_line()
         self._ignores_next = any(parameter.grad is not None for parameter in module.parameters())
-        """Whether there are gradients of an earlier forward, which the next step is about."""
+        """Gradients of an earlier forward exist, and the next step uses these."""
         self._has_warned = False
         self._hooks = HookSet()
-        note = weakref.WeakMethod(self.note_step)  # so that this goes at once
+        note = weakref.WeakMethod(self.note_step)  # so that the object dies at once
         self._hooks.before_any_step(lambda optimizer: None if (alive := note()) is None else alive(optimizer))
 
     def end(self) -> None:
@@ -71,8 +71,7 @@ class Unused:
 
 
 def _end(leave: Callable[..., None], note: str, ending: Ending) -> None:
-    """Leave a context as the call has ended that it was around; `note` is for one that raised because of tensors without
-    data."""
+    """Leave a context as the call around which it was entered has ended; `note` goes to an error about tensors without data."""
     error: BaseException | None = None
     if ending is not Ending.RETURNED:
         error = sys.exc_info()[1] if ending is Ending.RAISED else KeyboardInterrupt()
@@ -82,7 +81,7 @@ def _end(leave: Callable[..., None], note: str, ending: Ending) -> None:
 
 
 class Attachment:
-    """What `attach` returns: a context that is on whenever the module runs, until `remove()`.
+    """A context around each forward of a module, until `remove()`; `attach` returns it.
 
     It belongs to this module: a copy (`copy.deepcopy`), or one that was saved and loaded (`torch.save`, `pickle`), runs without
     the context until `attach` is called for it.
@@ -90,21 +89,21 @@ class Attachment:
 
     def __init__(self, model: nn.Module, context: ForwardContext) -> None:
         self.context = context
-        """What each forward enters a copy of."""
+        """Each forward enters a copy of it."""
         self._model = weakref.ref(model)
         self._running = Calls()
         self._hooks = HookSet()
         self._unused: Unused | None = Unused(model, f'attach (tag "{context.tag}")' if context.tag else "attach")
-        """Until the module has run for the first time."""
+        """None once the module has run."""
         self._looks_ahead: int | None = None
-        """The thread that looks ahead, while one does."""
+        """The thread that runs the module ahead, while one does."""
         try:
             self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True, is_copied=False)
             for other in attached_to(model):
                 if isinstance(other, Attachment) and other.context.goes_outside:
                     other._hooks.put_outside()
             note_attached(self, is_on=Attachment._is_on, take_off=Attachment.remove)
-        except BaseException:  # the caller is given nothing that could remove them
+        except BaseException:  # the caller gets no handle that could remove them
             self._hooks.remove()
             raise
 
@@ -112,7 +111,7 @@ class Attachment:
         return self._model() is module
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _attached_to_nothing, ()  # where the model holds its handle
+        return _attached_to_nothing, ()  # if the model holds its handle
 
     @property
     def plan(self) -> Any:
@@ -120,7 +119,7 @@ class Attachment:
         return self.context.plan
 
     def stats(self) -> SavedTensorStats:
-        """Return what contexts did under the context's tag: see `memkit.stats`."""
+        """Return the figures under the context's tag: see `memkit.stats`."""
         return self.context.stats()
 
     def __repr__(self) -> str:
@@ -167,7 +166,7 @@ class Attachment:
 
 
 def _resident(model: nn.Module, args: Any, kwargs: Any) -> dict[int, weakref.ref[torch.UntypedStorage]]:
-    """Return the storages that others hold while a module runs: of its parameters, its buffers, its inputs."""
+    """Return the storages that others hold while a module runs: its parameters, buffers and inputs."""
     known = [*model.parameters(), *model.buffers()]
     known += [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     return {key: weakref.ref(storage) for key, storage in unique_storages(known).items()}
@@ -192,8 +191,7 @@ def attach(model: nn.Module, context: ForwardContext) -> Attachment:
     `training_step` calls the modules inside it: attach to these.
 
     Args:
-        model: whose forward to put it around; a part of a model will do. It is left as it is; hooks are registered on it,
-            which are not copied or saved with it.
+        model: the module, or a part of a model. It stays unchanged; its hooks are not copied or saved with it.
         context: `MemoryBudget`, `CPUOffload`, `Rematerialize` or `no_offload`, as it would stand in `with`.
 
     Returns:
@@ -201,7 +199,7 @@ def attach(model: nn.Module, context: ForwardContext) -> Attachment:
         of the context.
 
     Raises:
-        TypeError: `model` is no module, or `context` none of these.
+        TypeError: `model` is no module, or `context` is none of these.
         ValueError: a context of the kind is attached to the model already, or the model is one that `torch.jit.script` has
             made, which takes no hooks.
 

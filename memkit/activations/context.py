@@ -1,4 +1,4 @@
-"""What a context for saved tensors offers beside `with`, so that `attach` can put it around each forward of a module."""
+"""The base of contexts for saved tensors. `attach` can put one around each forward of a module."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ class ForwardContext(Exclusive):
     """A context around forwards. One object is entered once at a time; `again` makes another that does the same."""
 
     tag = ""
-    """Under which it keeps what it learns; "" where it learns nothing."""
+    """It remembers under this tag; "" if it learns nothing."""
     goes_outside = False
-    """Whether it is entered ahead of others that are attached to the same module, whichever was attached first."""
+    """Of several contexts attached to a module, it is entered first."""
     asks_what_is_resident = False
-    """Whether `enter_with` is to be told which storages others hold."""
+    """`enter_with` gets the storages that others hold."""
     asks_for_shapes = False
-    """Whether it is to be told, in `shapes`, what the module is called with."""
+    """`shapes` gets the shapes of the module's inputs."""
     shapes: Shapes | None = None
-    """Of the tensors that the call is given around which it is entered; None if that is not known."""
+    """Shapes of the tensors in the surrounding call; None if unknown."""
     _entry: Any = None
-    """What is there while it is entered."""
 
     def __enter__(self: _Context) -> _Context:
         return self.enter_with({})
@@ -47,11 +46,11 @@ class ForwardContext(Exclusive):
 
     @property
     def plan(self) -> Any:
-        """What it follows under its tag; None before there is one, and for what plans nothing."""
+        """The plan under its tag; None before there is one, and for a context that plans nothing."""
         return None
 
     def stats(self) -> SavedTensorStats:
-        """Return what contexts did under its tag: see `memkit.stats`.
+        """Return the figures under its tag: see `memkit.stats`.
 
         Raises:
             ValueError: it has no tag, or nothing was done under it.
@@ -68,26 +67,25 @@ class ForwardContext(Exclusive):
             self._entry = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy does the same, and is not entered."""
+        """Return the state of a copy, which does the same and is not entered."""
         return {**self.__dict__, "_entry": None, "_looked_up": None, "_block": None, "is_entered": False}
 
     def again(self: _Context) -> _Context:
-        """Return a context that does the same, and was not entered yet. Cheap: it is called before each forward."""
+        """Return a context that does the same and was not entered yet. It is cheap, since each forward calls it."""
         made = type(self).__new__(type(self))
         made.__dict__.update(self.__dict__, _entry=None, _looked_up=None, _block=None, is_entered=False)
         return made
 
     def attached_to(self, model: nn.Module) -> ForwardContext:
-        """Return the context to be entered around each forward of a model."""
+        """Return the context to enter around each forward of a model."""
         return self
 
     def foresee(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """A module is about to be called for the first time, with gradients: look ahead at what that does, where it helps.
-        Return what to tell of that should the call raise."""
+        """Before a module's first call with gradients, run it without data if useful. Return a note for its error."""
         return ""
 
     def enter_with(self: _Context, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> _Context:
-        """Enter; the storages in `resident`, by their keys (`core.tensors.storage_key`), are held by others in any case."""
+        """Enter; others hold the storages in `resident` in any case, by key (`core.tensors.storage_key`)."""
         end_left()
         block = self.claim(f"this {self._title} is already entered; make a second one for a nested context")
         try:
@@ -100,18 +98,16 @@ class ForwardContext(Exclusive):
 
     @property
     def _title(self) -> str:
-        """What the user calls it."""
         return f'{type(self).__name__} (tag "{self.tag}")'
 
 
 class RecordedContext(ForwardContext):
-    """One that records ops, to run them again."""
+    """A context that records ops, to run them again."""
 
     _model: weakref.ref[nn.Module] | None = None
-    """Around whose forward it is, if that is known."""
 
     def attached_to(self: _Recorded, model: nn.Module) -> _Recorded:
-        mark_sharded()  # ahead of the hook that enters it: the model may be what is sharded
+        mark_sharded()  # before the hook that enters it: the model itself may be sharded
         made = self.again()
         made._model = weakref.ref(model)
         return made
@@ -143,6 +139,6 @@ class RecordedContext(ForwardContext):
             )
 
 
-# One may be entered in a function that is compiled, or that was to be and runs as it is.
+# A context may be entered in a function that is compiled, or that Dynamo gave up compiling.
 for _door in (ForwardContext.__enter__, ForwardContext.enter_with, Exclusive.exit, vars(Exclusive)["__exit__"].__get__):
     leave_untraced(_door)

@@ -34,7 +34,7 @@ Ratio = float | str | Callable[..., float]
 
 
 class CPUOffload(ForwardContext):
-    """Move a share of what autograd saves in this context to pinned host memory, and bring it back when the backward asks.
+    """Move a share of the tensors that autograd saves in this context to pinned host memory, and back when the backward asks.
 
     Gradients are those of the plain run, bit for bit. Copies run beside the computation, on streams of their own. The storages
     that are saved first move: they are needed last. On CPU tensors the context does nothing, and says so once.
@@ -52,7 +52,7 @@ class CPUOffload(ForwardContext):
         min_bytes: storages smaller than this stay. Here and below: a number of bytes, or text such as "1MiB".
         window_bytes: bytes of saved tensors that the device may hold beside what the ratio keeps; by default twice the largest
             saved storage. Smaller values save memory, larger ones overlap better.
-        host_limit_bytes: the most host memory to use; what doesn't fit stays on the device, with one warning.
+        host_limit_bytes: the most host memory to use; tensors beyond it stay on the device, with one warning.
         profile: a report to plan the first iteration by, instead of the one that `profile_memory` filed under the tag.
         device: where to offload from, such as "cuda:1"; by default every CUDA device that holds saved tensors.
 
@@ -72,7 +72,7 @@ class CPUOffload(ForwardContext):
         0.5
     """
 
-    goes_outside = True  # what a Rematerialize keeps is offered to it
+    goes_outside = True  # a Rematerialize offers it the values that it keeps
     asks_what_is_resident = True
 
     def __init__(
@@ -140,7 +140,7 @@ class CPUOffload(ForwardContext):
             entry.begin(self._open(entry, resident))
 
     def _open(self, entry: Entry, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> HookPair | None:
-        """Set what an entry does; return the hooks that it needs, None for its own."""
+        """Return the hooks that the entry needs, None for its own."""
         state = offload_states.open(self.tag)
         entry.unasked = state.unasked
         with state.lock:
@@ -160,7 +160,7 @@ class CPUOffload(ForwardContext):
                 return NO_PAIR
             state.counts = moving.counts
         if state.is_recorded and not in_dual_level():
-            no_plan = "dtr"  # a plan would also drop what others bring along, as that takes no time
+            no_plan = "dtr"  # a plan would also drop values that other replays make for free
             marks_alone = recorded_alone(self.min_bytes, self.device, op_kinds(), policy=no_plan)
             entry.recording = open_recording(self.tag, marks_alone, moving=moving)
             return None
@@ -168,7 +168,7 @@ class CPUOffload(ForwardContext):
 
     @property
     def plan(self) -> Plan | None:
-        """What is kept and what leaves, by the saves of the last forward under the tag; None before one."""
+        """The kept and the moved saves of the last forward under the tag; None before one."""
         state = offload_states.get(self.tag)
         windows = [] if state is None else state.windows()
         traces = next((window.traces for window in windows if len(window.traces)), None)
@@ -184,7 +184,6 @@ class CPUOffload(ForwardContext):
         return f'<CPUOffload(tag="{self.tag}"): {share} to host memory{stay}>'
 
     def _ratio_of(self, state: OffloadState) -> float:
-        """Return the ratio for the iteration that begins."""
         asked = self.offload_ratio
         if isinstance(asked, str):
             return self._auto_ratio(state)
@@ -194,7 +193,6 @@ class CPUOffload(ForwardContext):
         return call_schedule(asked, state.num_iterations, last_peak_bytes)
 
     def _last_peak_bytes(self, state: OffloadState) -> int | None:
-        """Return the allocator's peak since the iteration before, and start it again."""
         device = next((window.device for window in state.windows()), self.device)
         counter = None if device is None else device.memory_counter()
         if counter is None:
@@ -204,7 +202,6 @@ class CPUOffload(ForwardContext):
         return peak_bytes
 
     def _auto_ratio(self, state: OffloadState) -> float:
-        """Return the largest ratio whose copies hide behind the computation, by the times of the report."""
         report = state.report
         if report is None or report.forward_s is None or report.backward_s is None:
             raise ValueError(
@@ -229,8 +226,6 @@ class CPUOffload(ForwardContext):
 
 
 class _NoOffload(ForwardContext):
-    """What `no_offload` returns."""
-
     def _begin(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]], block: Block) -> None:
         paused.blocks.append(block)
         _note_pause()
@@ -254,7 +249,8 @@ def _note_pause() -> None:
 
 
 def no_offload() -> ForwardContext:
-    """Return a context, for inside of `CPUOffload`, in which nothing leaves. Saved tensors are still checked for writes."""
+    """Return a context for use inside `CPUOffload`: tensors saved in it stay on the device. They are still checked for
+    writes."""
     return _NoOffload()
 
 

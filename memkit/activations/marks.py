@@ -1,4 +1,4 @@
-"""The user's word on single tensors: what to do with them, whatever the ratio or the budget."""
+"""Marks of the user's on single tensors, which precede the ratio and the budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _mark(tensor: Tensor, action: Action, name: str) -> Tensor:
 
 
 def _mark_in(tensor: Tensor, action: Action, stages: Sequence[Stage]) -> None:
-    """Mark a tensor, or what it wraps: that is never recomputed, and so it concerns the stages that move."""
+    """Mark a tensor, or for the stages that move, the tensors that a wrapper has: a wrapper's parts are never recomputed."""
     if not stages:
         return
     if has_own_dispatch(tensor) and torch_private.is_wrapper(tensor):
@@ -37,8 +37,8 @@ def _mark_in(tensor: Tensor, action: Action, stages: Sequence[Stage]) -> None:
 def keep(tensor: Tensor) -> Tensor:
     """Return the tensor, marked: the contexts around keep it on the device if it is saved. Outside of one, nothing happens.
 
-    The mark is for everything in the tensor's storage as it is now; what is written there later is another value. It holds for
-    this forward. Tensors that are not one range of bytes, such as sparse ones, always stay.
+    The mark covers the present contents of the tensor's storage, not later writes to it, and holds for this forward. Tensors
+    that are not one range of bytes, such as sparse ones, always stay.
 
     Raises:
         TypeError: it is not a tensor.

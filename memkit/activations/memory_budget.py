@@ -47,16 +47,15 @@ _OF_REGIONS = (
     *("num_kept", "num_dropped", "dropped_bytes", "ledger_peak_bytes", "num_replays", "num_replayed_ops"),
     *("estimated_replay_s", "measured_replay_s"),
 )
-"""Figures of steps in which calls of modules are recomputed."""
 _OF_COPIES = (*Counts().figures_of_copies(), "host_in_use_bytes", "host_peak_bytes", "host_held_bytes", "num_pins")
-"""Figures of what leaves beside these."""
 
 
 class MemoryBudget(RecordedContext):
     """Keep a training step within a budget for the device: parameters, gradients, optimizer states, activations, temporaries.
 
-    Put it around the forward and the loss. What autograd saves inside stays on the device, moves to host memory and comes back
-    during the backward, or is recomputed when the backward asks for it, in whichever mix is expected to be fastest. Gradients
+    Put it around the forward and the loss. Tensors that autograd saves inside stay on the device, move to host memory and come
+    back during the backward, or are recomputed when the backward asks for them, in whichever mix is expected to be fastest.
+    Gradients
     are those of the plain run, bit for bit, wherever its ops are deterministic.
 
     The first two steps under a tag are held to the budget as they go, by recomputing, and by moving what can't be recomputed. A
@@ -71,8 +70,8 @@ class MemoryBudget(RecordedContext):
         tag: the name under which it remembers: one per model, or per kind of step.
         optimizer: room is left for its states until its first step has made them. Without it, 8 bytes are assumed for each
             element of a trainable parameter, until one of them was changed.
-        limit: "allocated", what tensors take, or "reserved", what the allocator has taken from the device for them, which is
-            what the system shows.
+        limit: "allocated", the bytes of tensors, or "reserved", the bytes that the allocator holds for them, as the system
+            shows.
         plan: a plan to follow instead, such as `MemoryBudget.plan` of a run that does the same.
         min_bytes: storages smaller than this stay: bytes, or text such as "1MiB".
         strict: raise if the budget can't be kept to, instead of warning.
@@ -106,7 +105,7 @@ class MemoryBudget(RecordedContext):
     asks_for_shapes = True
 
     _compiling: AbstractContextManager[object] | None = None
-    """Has blocks compiled as was chosen, where no op is recorded."""
+    """Blocks are compiled with their chosen budget, where no op is recorded."""
 
     def __init__(
         self,
@@ -150,7 +149,7 @@ class MemoryBudget(RecordedContext):
         self._options = recorded_alone(self._limits.min_bytes, self._device, op_kinds(names_of_ops(pure_ops)))
 
     def told(self, *, optimizer: torch.optim.Optimizer | None = None, look_ahead: bool = True) -> MemoryBudget:
-        """Return a budget that does the same, with what a training loop knows of the step. What the user has said goes first.
+        """Return a budget that does the same, with facts from a training loop. The user's arguments precede these.
 
         Args:
             optimizer: as in `MemoryBudget`, for a budget that was given none.
@@ -176,7 +175,7 @@ class MemoryBudget(RecordedContext):
             return
         refuse_in_profile(self._title)
         mark_sharded()
-        from memkit.activations.budgeting.opening import open_budget  # only now: what it needs is a long way down
+        from memkit.activations.budgeting.opening import open_budget  # imported here, since its imports are many
 
         self._entry = entry = Entry("MemoryBudget", self.tag, is_last=True, block=block)
         pair = open_budget(entry, self._options, self._limits, self.shapes)
@@ -203,7 +202,7 @@ class MemoryBudget(RecordedContext):
         self._refuse_in_checkpoint(": a budget needs none")
 
     def foresee(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Run a step of the module without data, where nothing is known under the tag, so that the first keeps to it."""
+        """Run a step of the module without data if nothing is known under the tag, so that the first keeps to the budget."""
         self._check_place()
         device = self._device or _device_of(model)
         report, limits = find_report(self.tag), self._limits
@@ -213,28 +212,26 @@ class MemoryBudget(RecordedContext):
             return ""
         state = budget_states.open(self.tag)
         if len(state.traces) or next(compiled_in(model), None) is not None:
-            return ""  # it is known already; or what it saves is not what its ops would
-        from memkit.profile.tracker import trace_ahead  # only now: what it needs is a long way down
+            return ""  # it is known already, or compiled code saves other tensors than its ops
+        from memkit.profile.tracker import trace_ahead  # imported here, since its imports are many
 
         target = device.torch_device.type
         try:
             state.foreseen = trace_ahead(model, args, kwargs, target=target, min_bytes=limits.min_bytes)
-        except Exception as error:  # it cannot run without data, or not at all: that is told by the real one
+        except Exception as error:  # it cannot run without data, or not at all: the real call tells
             _LOGGER.info("%s: nothing is known ahead of the first step: %s", self._title, error)
         return _RAN_AHEAD
 
     @property
     def plan(self) -> MemoryPlan | None:
-        """The plan that was given, or else the one that was made last under the tag; None before one.
-
-        Where calls of modules are recomputed as a whole, it is that of `regions` which is followed.
-        """
+        """The given plan, or the last one made under the tag; None before one. Steps that recompute whole calls of modules
+        follow `regions`."""
         state = budget_states.get(self.tag)
         return self._limits.plan or (None if state is None else state.learning.last)
 
     @property
     def regions(self) -> Plan | None:
-        """Which calls of modules the last step has recomputed as a whole, and what has stayed; None where it has gone by the
+        """The calls of modules that the last step recomputed as a whole, and the values that stayed; None if it followed the
         plan."""
         state = budget_states.get(self.tag)
         tag = None if state is None else state.regions_tag
@@ -248,13 +245,11 @@ class MemoryBudget(RecordedContext):
 
 
 def _device_of(model: nn.Module) -> Device | None:
-    """Return the device with a host of its own that a module is on, None if it is on none."""
     found = next((parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"), None)
     return None if found is None else open_device(found)
 
 
 def _figures(tag: str) -> dict[str, Any] | None:
-    """Return what `MemoryBudget` knows under a tag, by the fields of `SavedTensorStats`."""
     state = budget_states.get(tag)
     if state is None:
         return None
@@ -288,7 +283,6 @@ def _figures(tag: str) -> dict[str, Any] | None:
 
 
 def _with_regions(state: BudgetState) -> dict[str, Any]:
-    """Return what is foretold of steps in which calls of modules are recomputed, and what the last ones took."""
     ways, regions = state.ways, state.regions
     planner = None if state.ways_for is None else state.learning.of(state.ways_for[0]).planner
     if ways is None or planner is None or regions is None:
@@ -296,7 +290,7 @@ def _with_regions(state: BudgetState) -> dict[str, Any]:
     plain_s, peak_bytes = planner.problem.plain_s, None if state.peak is None else state.peak.num_bytes
     predicted_bytes = ways.predicted_bytes(regions)
     if peak_bytes is None and not ways.is_learning:
-        peak_bytes = predicted_bytes  # which is the last one that was seen
+        peak_bytes = predicted_bytes  # the last one that was seen
     return {
         "plain_s": plain_s,
         "predicted_s": plain_s + regions.plan.predicted_replay_s,

@@ -31,7 +31,8 @@ _POLICIES = ("plan", "ops", "dtr")
 
 
 class Rematerialize(RecordedContext):
-    """Limit what autograd saves in this context: drop what is cheap to recompute, and recompute it in the backward.
+    """Limit the bytes that autograd saves in this context: drop tensors that are cheap to recompute, and recompute them in the
+    backward.
 
     Gradients are those of the plain run, bit for bit, wherever its ops are deterministic. No module has to be marked: the ops
     of the forward are recorded, and those that lead to a dropped tensor run again when the backward asks for it. Side effects
@@ -49,7 +50,7 @@ class Rematerialize(RecordedContext):
         tag: the name under which it remembers: one per model, or per kind of step.
         policy: "plan"; "ops" for plans that run only single ops again, and never the Python of a module; or "dtr" to let the
             score decide in every step. The latter two record each step.
-        plan: a plan to follow instead, such as `Rematerialize.plan`, or what `Plan.with_action` makes of it.
+        plan: a plan to follow instead, such as `Rematerialize.plan`, or a result of `Plan.with_action`.
         score: how the next tensor to drop is chosen.
         min_bytes: storages smaller than this stay: bytes, or text such as "1MiB".
         strict: raise if the budget can't be kept to, instead of warning: at the entry if the plan is known there, or when
@@ -157,8 +158,8 @@ class Rematerialize(RecordedContext):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that was given, or else the one that was followed last under the tag; None before one: the first step
-        follows none. What a `CPUOffload` around has moved of what stays is OFFLOAD in it."""
+        """The given plan, or the last one followed under the tag; None before one: the first step follows none. Kept values
+        that a `CPUOffload` around has moved are OFFLOAD in it."""
         state = remat_states.get(self.tag)
         if self._options.plan is not None or state is None or state.plan is None:
             return self._options.plan
@@ -182,8 +183,8 @@ class Rematerialize(RecordedContext):
     ) -> int:
         """Return the smallest budget in bytes that `Rematerialize` can keep to, without a GPU and without running the model.
 
-        The step is traced without data, and the least that plans for it reach is returned. No op is run again more than a few
-        times on average: what is possible by more than that is not looked for.
+        The step is traced without data, and the least bytes of its plans are returned. Plans that run ops again more than a few
+        times on average are not looked for.
 
         Args:
             model: on any device; it is left as it is.
@@ -206,7 +207,7 @@ class Rematerialize(RecordedContext):
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"min_budget needs a torch.nn.Module; found {type(model).__name__}")
-        from memkit.profile.simulate.run import run_without_data  # only now: a private class of torch is a base in there
+        from memkit.profile.simulate.run import run_without_data  # imported here: a base in it is a private class of torch
 
         step = ProfiledStep(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=True)
         state = RematState("min_budget")
@@ -218,7 +219,7 @@ class Rematerialize(RecordedContext):
 
 
 class _Within:
-    """`Rematerialize` for a state of its own, which no tag names."""
+    """`Rematerialize` for a state of its own, without a tag."""
 
     def __init__(self, state: RematState, options: RematOptions) -> None:
         self._state = state

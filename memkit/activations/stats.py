@@ -1,4 +1,4 @@
-"""What contexts did under a tag: the frozen figures that users read."""
+"""The frozen figures of contexts under a tag, for users."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ _of_budget = functools.partial(_of, "MemoryBudget")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensorStats:
-    """What memkit's contexts did under one tag with what autograd saved. Unless said otherwise, in the last iteration.
+    """Figures of memkit's contexts under one tag and of the tensors that autograd saved in them; unless said otherwise, of the
+    last iteration.
 
     Figures of something that no context under the tag does are 0 or None. From `unique_bytes` and `num_saved` on, they count
     only what can be moved or dropped: distinct storages on the device of at least `min_bytes`, without parameters, their casts,
-    and what is known to be held by others; for `Rematerialize`, only outputs of ops inside the context.
+    and storages known to be held by others; for `Rematerialize`, only outputs of ops inside the context.
     """
 
     tag: str
     """The tag."""
     contexts: tuple[str, ...]
-    """Which kinds of context were entered under the tag: "CPUOffload", "Rematerialize", "MemoryBudget"."""
+    """The kinds of context that were entered under the tag: "CPUOffload", "Rematerialize", "MemoryBudget"."""
     num_iterations: int
     """Entries with grad mode on, since the tag was new or reset. A `Rematerialize` inside of a `CPUOffload` under the same tag
     is part of that one's iteration, however often it is entered there."""
@@ -59,15 +60,15 @@ class SavedTensorStats:
     unique_bytes: int = _of_offload()
     """Bytes of the distinct storage versions among them that could be moved."""
     kept_bytes: int = _of_offload()
-    """Of these, what stayed on the device by plan, or because host memory was refused."""
+    """Of these, the bytes that stayed on the device, by plan or because host memory was refused."""
     moved_out_bytes: int = _of_offload()
-    """Of these, what was copied to the host."""
+    """Of these, the bytes copied to the host."""
     moved_in_bytes: int = _of_offload()
-    """What was copied back."""
+    """Bytes copied back."""
     served_bytes: int = _of_offload()
-    """What left but was still on the device when it was needed, and so was not copied back."""
+    """Bytes that left but were still on the device when needed, and so were not copied back."""
     wasted_bytes: int = _of_offload()
-    """What was copied out although something else kept the storage alive, so that nothing was freed. From then on it stays."""
+    """Bytes copied out although something else kept the storage alive, so that nothing was freed. From then on it stays."""
     num_copies_out: int = _of_offload()
     """Storages copied to the host."""
     num_copies_in: int = _of_offload()
@@ -105,8 +106,8 @@ class SavedTensorStats:
     num_ops: int = _of_remat()
     """Ops that were seen in the forward."""
     recorder_s: float = _of_remat(0.0)
-    """Estimated seconds of the host for recording them: their number times what a small op in a chain takes, without the time
-    for saving."""
+    """Estimated host seconds for recording them: their number times the seconds of a small op in a chain, without the time for
+    saving."""
     num_saved: int = _of_remat()
     """Distinct values that autograd saved, and that the context decides about."""
     saved_bytes: int = _of_remat()
@@ -124,9 +125,9 @@ class SavedTensorStats:
     num_replayed_ops: int = _of_remat()
     """Ops that ran again in the backward."""
     estimated_replay_s: float = _of_remat(0.0)
-    """What these ops took in the forward, or were thought to take."""
+    """Seconds that these ops took in the forward, measured or estimated."""
     measured_replay_s: float = _of_remat(0.0)
-    """What they took: on a device read from events, as far as they are reached."""
+    """Seconds that they took in the backward: on a device read from events, as far as they are reached."""
 
     predicted_peak_bytes: int | None = _of_budget(None)
     """The step's peak on the device by the plan; None before there is one."""
@@ -152,7 +153,8 @@ class SavedTensorStats:
     def ratio_reached(self) -> float:
         """The bytes copied out in the last iteration over those that could be moved.
 
-        It is below `ratio` where the window holds more than the ratio keeps: what would come back at once never leaves.
+        It is below `ratio` where the window holds more than the ratio keeps: tensors that would come back at once never
+        leave.
         """
         return self.moved_out_bytes / self.unique_bytes if self.unique_bytes else 0.0
 
@@ -170,13 +172,12 @@ class SavedTensorStats:
         return f"{table}\n{self.hint}" if self.hint else table
 
     def _shows(self, item: Field[Any]) -> bool:
-        """Tell whether contexts under the tag fill a figure in. `MemoryBudget` does what both others do."""
+        """Tell whether contexts under the tag fill a figure in. `MemoryBudget` fills in those of both others."""
         used_by = item.metadata.get(_USED_BY, self.contexts[0])
         return used_by in self.contexts or ("MemoryBudget" in self.contexts and getattr(self, item.name) != item.default)
 
 
 def _row(name: str, value: Any) -> tuple[str, str]:
-    """Return a figure as a person reads it; its name says its unit."""
     unit = next((unit for unit in ("_bytes_per_s", "_bytes", "_s") if name.endswith(unit)), "")
     label = name.removesuffix(unit).replace("num_", "#").replace("_", " ")
     if unit == "_bytes_per_s":
@@ -196,13 +197,13 @@ _sources: dict[str, tuple[_Tags, _Figures]] = {}
 
 
 def report_from(context: str, *, tags: _Tags, figures: _Figures) -> None:
-    """Have `stats` ask contexts of one kind, by its name: `tags` returns those under which one was entered, and `figures` the
-    fields of `SavedTensorStats` that it fills in for a tag, None if none was entered under that."""
+    """Have `stats` ask contexts of one kind: `tags` returns the tags under which one was entered, and `figures` the fields of
+    `SavedTensorStats` that it fills in for a tag, None if none was entered under that."""
     _sources[context] = tags, figures
 
 
 def stats(tag: str = "default") -> SavedTensorStats:
-    """Return what contexts did under a tag. Seconds cover the work that is done by now; nothing is waited for.
+    """Return the figures of contexts under a tag. Seconds cover the work that is done by now; the call waits for none.
 
     Raises:
         ValueError: no context with that tag was entered with grad mode on, since it was reset.
@@ -222,7 +223,6 @@ def stats(tag: str = "default") -> SavedTensorStats:
 
 
 def _merged(values: list[Any], name: str) -> Any:
-    """Return one figure for what several kinds of context say."""
     said = [value for value in values if value is not None]
     if name == "num_iterations" or name.startswith("live_"):
         return sum(said)

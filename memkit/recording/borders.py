@@ -1,12 +1,9 @@
 """Borders in a forward: nothing after a border is recomputed from values made before it.
 
-A module that FSDP2 shards frees its gathered parameters when its forward ends, and gathers them again for its own backward. Its
-output is requested before that, by the backward of what follows; everything else that it has made, during its own backward. So
-its output is a root, and recomputing never gathers parameters, which the other ranks would not take part in. If the parameters
-are not gathered for the backward (`set_unshard_in_backward(False)`), nothing in the module can be recomputed: the recorder is
-paused until its forward ends.
-
-`mark_sharded` finds these modules, whoever has sharded them, and whenever.
+A module that FSDP2 shards frees its gathered parameters after its forward, and gathers them again for its own backward. The
+backward of the next module requests its output before that, so the output is a root: recomputing never gathers parameters,
+which the other ranks would not take part in. With `set_unshard_in_backward(False)` nothing in the module can be recomputed, and
+the recorder is paused during its forward.
 """
 
 from __future__ import annotations
@@ -30,12 +27,12 @@ if TYPE_CHECKING:
     from memkit.recording.recorder import Recorder
 
 BORDER = "memkit::border"
-"""An op that does nothing. It is seen in every forward, so that numbers of ops stay the same."""
+"""An op that does nothing. Every forward runs it, so that numbers of ops stay the same."""
 
 
 @functools.cache
 def _op() -> tuple[Any, torch.library.Library]:
-    """Return the op, and the library object that must be held to keep it registered."""
+    """Return the op, and the library object whose lifetime keeps it registered."""
     library = torch.library.Library("memkit", "FRAGMENT")
     library.define("border(Tensor[] tensors, bool? gathers=None) -> ()")
     library.impl("border", lambda tensors, gathers=None: None, "CompositeExplicitAutograd")
@@ -43,22 +40,18 @@ def _op() -> tuple[Any, torch.library.Library]:
 
 
 FSDP = "torch.distributed.fsdp"
-"""The module of FSDP2. As long as it isn't imported, nothing is sharded by it."""
 _marked = weakref.WeakSet[nn.Module]()
-"""The modules sharded by FSDP2 that have hooks of `mark_sharded`."""
 
 
 def num_unmarked() -> int:
-    """Return how many modules FSDP2 has sharded in this process since the last `mark_sharded`. If FSDP2 was never imported,
-    this costs one dict lookup."""
+    """Count sharded modules without hooks. Without FSDP2, this costs one dict lookup."""
     if FSDP not in sys.modules:
         return 0
     return len(torch_private.sharded_modules) - len(_marked)
 
 
 def mark_sharded() -> None:
-    """Set hooks on modules that FSDP2 has sharded in this process and that have none yet. The hooks stay, and do something only
-    in recorded forwards."""
+    """The hooks stay, and act only in recorded forwards."""
     if not num_unmarked():
         return
     for module in list(torch_private.sharded_modules):
@@ -68,11 +61,11 @@ def mark_sharded() -> None:
             hooks = HookSet()
             hooks.around_hooks_of(FSDP, module, _mark_gather)
             hooks.after_forward(module, _mark_border)
-        _marked.add(module)  # last: hooks that an interrupt has let be set twice do the same
+        _marked.add(module)  # last: after an interrupt, hooks may be set twice, which is harmless
 
 
 def shards_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters as the optimizer has them: for a parameter that FSDP2 has gathered, its shard."""
+    """Return the parameters as the optimizer has them: shards in place of parameters that FSDP2 has gathered."""
     shards = dict[int, Tensor]()
     for module in list(_marked):
         if not hasattr(module, torch_private.FSDP_GROUP[0]):
@@ -94,15 +87,13 @@ def _mark_border(module: nn.Module, _: tuple[Any, ...], __: dict[str, Any], outp
 
 
 def _mark_gather(begins: bool, module: nn.Module, *_: Any) -> None:
-    """Called before and after FSDP2's own hook before a forward. The recorder is paused in between, and until the end of the
-    forward if nothing in it can run again. Gathered parameters count as the caller's, with the same value as when they were
-    gathered last: writing the value back is not a write."""
+    """Pause the recorder during FSDP2's own pre-hook, and until the end of a forward that can't run again. Gathered parameters
+    count as the caller's, with the same value as when they were last gathered: writing the value back is not a write."""
     if torch_private.num_dispatch_modes() and torch_private.backward_task() == -1:
         _op()[0]([], begins or not is_there_in_backward(module))
 
 
 def run_border(recorder: Recorder, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-    """Make roots of the values of these tensors that were made in the forward."""
     recording, was_unseen = recorder.recording, len(args) > 1
     if was_unseen:
         recording.is_gathering = args[1]

@@ -1,4 +1,4 @@
-"""Seconds of ops, measured in an earlier forward or guessed, and the host seconds that recording takes."""
+"""Seconds of ops, measured in an earlier forward or guessed, and the host seconds of recording."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from memkit.recording.recorded import CostKey, cost_key
 from memkit.recording.recording import Recording
 
 _MAX_COSTS = 8192
-"""The seconds of at most this many kinds and sizes of ops are remembered."""
 
 
 class OpCosts:
     def __init__(self) -> None:
         self.device: Device | None = None
-        """The device that they run on."""
         self.measured_s: dict[CostKey, float] = {}
         self.guessed_s: dict[CostKey, float] = {}
         self._ceilings: Ceilings | None = None
@@ -57,12 +55,11 @@ def _remember(costs_s: dict[CostKey, float], found: dict[CostKey, float]) -> Non
 
 _NUM_MEASURED = 100
 _OP, _SAVED, _REPLAYED, _REGION = 2.5, 4.0, 3.0, 10.0
-"""Multiples of the cost of recording an op: an op with its module and its launch, a save, a replayed op, a region."""
+"""Multiples of the cost of recording an op, for an op with its module and its launch, a save, a replayed op, a region."""
 
 
 @functools.cache
 def recording_cost_s() -> float:
-    """Return the host seconds to record a small op, without running it: measured once, on a chain of such ops."""
     from memkit.recording.recorder import Recorder  # a dispatch mode: its base is a private class of torch
 
     recording = Recording(CpuDevice(), known_s=[0.0] * _NUM_MEASURED)
@@ -82,8 +79,6 @@ def recording_cost_s() -> float:
 
 
 def host_costs(torch_device: torch.device) -> HostCosts:
-    """Return the host seconds for ops and regions on a device: multiples of the cost of recording an op, since all is
-    Python."""
     recorded_s = recording_cost_s()
     return HostCosts(
         op_s=_OP * recorded_s,

@@ -1,8 +1,5 @@
-"""Ops that are known ahead: those that nothing is recomputed by need not be recorded.
-
-Their values are numbered all the same, and roots get the numbers that they had, so that the numbers in a plan stay valid. From
-the first unexpected op on, everything is recorded.
-"""
+"""Ops that are known ahead. Those that nothing is recomputed from need not be recorded, but their values are numbered, so that
+the numbers in a plan stay valid. From the first unexpected op on, everything is recorded."""
 
 from __future__ import annotations
 
@@ -25,25 +22,22 @@ if TYPE_CHECKING:
 class ExpectedOp(NamedTuple):
     func: Any
     is_skipped: bool
-    """Whether it is not recorded."""
     first: int
-    """The number of the next value before it runs."""
+    """The next value's number before it runs."""
     made: int
-    """The number of the next value once the roots that it reads are numbered."""
+    """The next value's number after the roots that it reads are numbered."""
     makes_none: bool = False
-    """Whether it makes no value: a view, or a write to a tensor that no other op reads or writes."""
+    """It is a view, or writes to a tensor that no other op reads or writes."""
     is_writer: bool = False
-    """Whether it is skipped although it writes, since nothing is recomputed from what it writes to: see `Expected.may_skip`."""
+    """It writes, and is skipped all the same: see `Expected.may_skip`."""
     over: int = -1
-    """The value that a writer overwrites, -1 if it writes to a tensor that no other op reads or writes."""
+    """The value that a writer overwrites; -1 for a tensor that no other op reads or writes."""
     strangers: tuple[int, ...] = ()
-    """In the latter case, the positions of the written arguments."""
+    """With `over` -1, the positions of the written arguments."""
     is_norm: bool = False
-    """Whether it updates statistics, which raises no version counter."""
     ins: tuple[int, ...] = ()
-    """The values that it reads."""
     roots: frozenset[int] = frozenset()
-    """Those of them that are roots."""
+    """The roots among `ins`."""
 
 
 class Expected:
@@ -52,15 +46,12 @@ class Expected:
         """Empty once an unexpected op has run."""
         self._num_values = num_values
         self.unmade = set[int]()
-        """The values of ops that were not recorded."""
         self.over: dict[int, int] = {}
-        """Of these, the values written over another value, with that value."""
+        """The value that each unmade value was written over, if any."""
         self._statistics: dict[int, Tensor] = {}
-        """Statistics updated by batch norms that were not recorded, by address: other updates of them may raise no version
-        counter."""
+        """By address, statistics that unrecorded batch norms have updated, perhaps without raising a version counter."""
         self.sources = set[int]()
-        """Values that dropped ones are recomputed from and that no recorded op makes, or that are read where they were saved:
-        they are copied before a write to them."""
+        """Values that are copied before a write: dropped values need them, or they are read where they were saved."""
 
     def end(self, recording: Recording) -> None:
         """Record all ops from here on. If any were skipped, later values have other numbers than expected."""
@@ -80,7 +71,7 @@ class Expected:
             recording.expected = None
 
     def may_skip(self, recording: Recording, op: ExpectedOp, args: tuple[Any, ...]) -> bool:
-        """Tell whether a skipped writer writes to the same tensor as when it was found that nothing needs that tensor."""
+        """Tell whether a skipped writer writes to the expected tensor, which nothing needs."""
         try:
             if op.over >= 0:
                 value = recording.find(args[0].untyped_storage())
@@ -124,7 +115,7 @@ class Expected:
         *,
         is_plain: bool,
     ) -> None:
-        """Called before an op that is recorded: if it is the expected one, number the roots that it reads as expected."""
+        """Called before an op that is recorded."""
         if op is not None and op.func is func and not op.is_skipped and is_plain and recording.num_values <= op.first:
             recording.num_values = op.made  # first: so no other value has one of these numbers, whatever comes
             try:
@@ -135,7 +126,7 @@ class Expected:
         self.end(recording)
 
     def _number_roots(self, recording: Recording, args: Iterable[Any], op: ExpectedOp) -> bool:
-        """Number the roots among the arguments of an op; tell whether they are the expected ones."""
+        """Tell whether an op reads the expected roots."""
         numbers = iter(op.ins)
         for tensor in tensors_in(args):
             number = next(numbers, -1)
@@ -152,7 +143,7 @@ class Expected:
 
 
 def num_writes(recording: Recording, value: int) -> float:
-    """Return how often ops have written to a value's storage, infinity if the value is older than the forward."""
+    """Return how often ops have written to a value's storage; infinity for a value from before the forward."""
     recording.sync()
     expected, found = recording.expected, 0
     while True:

@@ -1,23 +1,22 @@
 """Calls of torch's functions that are known ahead: the recorder is off during them.
 
-[Note: quiet functions] A dispatch mode costs the host some 10 µs for each op that it sees, views included, whether it records
-them or not. A mode that sees calls of torch's functions (`torch.overrides.TorchFunctionMode`) costs a third of that, and sees
-one call of a linear layer where a dispatch mode sees a transposition, a product and two views. So a forward whose ops are known
-is followed function by function, and the recorder is off during functions that are *quiet*: nothing is written to in them, and
-of the values that they make, only the returned one is looked up by its number, which it gets when the function has returned.
+[Note: quiet functions] A dispatch mode costs the host some 10 µs for each op that it sees, recorded or not. A function mode
+(`torch.overrides.TorchFunctionMode`) costs a third of that per call, and sees one call of a linear layer where a dispatch mode
+sees a transposition, a product and two views. So a forward whose ops are known is followed function by function, and the
+recorder is off during *quiet* functions: these write to nothing, draw no random numbers, save nothing before they return, and
+only the value that they return is looked up by its number, which it gets when the function has returned.
 
-A function that gets tensors of other shapes may save other tensors, and is not quiet. Ops that are recorded may run in a quiet
-function: if it gets the same values, in the same geometry, with the same flags, they do the same as when they were noted. So
-they are recorded as noted, without being seen. Functions are not quiet if they write, draw random numbers, or save a value
-before they return.
+A function that gets tensors of other shapes may save other tensors, and is not quiet. A quiet function may run ops that are to
+be recorded: with the same values in the same geometry and the same flags, they do the same as before. So they are recorded as
+noted, without being seen.
 
 The recorder is on everywhere else: between functions, where TorchScript, C++ code and code that disables function modes run
 their ops; in functions that write, or whose flags (`inplace`, `training`) or values differ; and from the first unexpected
 function on. A quiet function must run no Python of the user's. So none is quiet while other saved-tensor hooks are inside of
 memkit's, other dispatch modes are on, or the program is in a function mode of its own.
 
-Some modules of torch take another path, with other bits, if a function mode is on (`torch.overrides.has_torch_function`). For
-these, a global forward pre-hook turns the mode off for the rest of the step.
+Some modules of torch take another path, with other bits, while a function mode is on (`torch.overrides.has_torch_function`).
+For these, a global forward pre-hook turns the mode off for the rest of the step.
 """
 
 from __future__ import annotations
@@ -57,23 +56,22 @@ _ASKED = frozenset(
         *("data_ptr", "get_device", "is_complex", "is_floating_point", "is_inference", "is_conj", "is_neg"),
     )
 )
-"""Queries of a tensor, which run no op: it doesn't matter how often they are made."""
+"""Queries of a tensor, which run no op and need not be followed."""
 
 _FLAGS = frozenset((int, str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size))
 _TENSOR = object()
-"""Stands for any tensor among the arguments of a call."""
+"""Stands for any tensor among a call's arguments."""
 _WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """Modules that take another path if nothing is trained and no function mode is on."""
 
 
 class Input(NamedTuple):
     value: int
-    """The number of its value, -1 if it has none."""
+    """-1 for a tensor without a value."""
     geometry: Geometry
     is_root: bool = False
-    """Whether its value gets a number when it is first met."""
+    """Its value gets a number when it is first met."""
     is_read: bool = False
-    """Whether a recorded op reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,29 +79,23 @@ class FunctionCall:
     func: Any
     is_quiet: bool
     begin: int
-    """How many ops were seen before it."""
     ops: tuple[Any, ...]
-    """The ops that it runs."""
     first: int
-    """The number of the next value before it."""
     made: int
-    """The number of the next value after it."""
+    """The next value's number after it."""
     flags: tuple[Any, ...] | None
-    """Its arguments other than tensors, if they matter."""
+    """Its arguments other than tensors; None if they don't matter."""
     result: int = -1
-    """The number of the value that it returns, -1 if that is not needed, or not made in it."""
+    """The number of the returned value; -1 if the call did not make it or nothing needs it."""
     num_bytes: int = 0
-    """The bytes of that value."""
     calls: tuple[OpCall, ...] = ()
-    """Those of its ops that are recorded."""
     inputs: tuple[Input, ...] = ()
-    """Its tensor arguments, if they matter."""
     is_recorded: bool = False
-    """Whether one of the recorded ops makes the returned value."""
+    """A recorded op makes the returned value."""
 
 
 class FunctionMode(TorchFunctionMode):
-    """A function mode that stays consistent at Ctrl-C, and that Dynamo doesn't trace."""
+    """A function mode that stays consistent at Ctrl-C and that Dynamo doesn't trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,13 +129,13 @@ class QuietFunctions(FunctionMode):
     def __init__(self, calls: Sequence[FunctionCall], recorder: Recorder) -> None:
         super().__init__()
         self._calls = calls
-        """Empty once functions are not followed any more."""
+        """Empty once the mode follows no more functions."""
         self._recorder = recorder
         self._num_modes = 0
         self._hooks_on_top: Any = None
         self._place = 0
         self.is_inside = False
-        """Whether a function is running, during which this mode sees nothing."""
+        """A function is running, during which this mode sees nothing."""
 
     def __enter__(self) -> Any:
         self._num_modes, self._hooks_on_top = torch_private.num_dispatch_modes(), torch_private.top_saved_tensor_hooks(True)
@@ -154,7 +146,7 @@ class QuietFunctions(FunctionMode):
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
-        self._hooks_on_top = None  # they hold what is saved
+        self._hooks_on_top = None  # they hold saved tensors
 
     def stop(self) -> None:
         self._calls = ()
@@ -172,7 +164,7 @@ class QuietFunctions(FunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         recording = self._recorder.recording
         expected = recording.expected
-        # if not, other ops have run, or values have come that nobody knew of
+        # if not, other ops have run, or unknown values have come
         if len(recording.funcs) != call.begin or recording.num_values > call.first or expected is None or not expected.ops:
             self.stop()
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -195,7 +187,6 @@ class QuietFunctions(FunctionMode):
                 torch_private.push_dispatch_mode(self._recorder)
 
     def _note(self, call: FunctionCall, results: Any) -> bool:
-        """Note the value that a quiet function has made; tell whether it is what was expected."""
         recording, value, storage, address = self._recorder.recording, call.result, None, 0
         if value >= 0:
             if type(results) is not Tensor or results.layout is not torch.strided:
@@ -210,11 +201,11 @@ class QuietFunctions(FunctionMode):
                 return False
         if call.calls:
             if recording.num_values != call.calls[0].first:
-                return False  # something was numbered that nobody knew of
+                return False  # an unknown value was numbered
             recording.num_values = call.made  # first, as in `Recording.add_root`
             recording.calls.extend(call.calls)
         if storage is not None and recording.expected is None and not call.is_recorded:
-            recording.add_root(results, storage, is_inside=True)  # what was saved in it was not as expected: nothing makes it
+            recording.add_root(results, storage, is_inside=True)  # unexpected saves: no recorded op makes the value
         elif storage is not None:
             recording.current[address] = (weakref.ref(storage), value)
             if recording.expected is not None and not call.is_recorded:
@@ -224,7 +215,7 @@ class QuietFunctions(FunctionMode):
         return True
 
     def _begin_quiet(self, call: FunctionCall, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-        """Begin a call that is known to be quiet; tell whether it writes to nothing now, and runs no other Python."""
+        """Begin a quiet call; tell whether it writes to nothing now and runs no other Python."""
         are_on_top = torch_private.top_saved_tensor_hooks(True) == self._hooks_on_top
         num_modes = torch_private.num_dispatch_modes()
         if num_modes < self._num_modes and self._recorder not in torch_private.dispatch_modes():
@@ -267,7 +258,6 @@ class QuietFunctions(FunctionMode):
 
 
 def are_plain(types: Iterable[type]) -> bool:
-    """Tell whether none of these tensor classes has a `__torch_function__` of its own."""
     return all(kind in PLAIN_TYPES for kind in types)
 
 
@@ -279,12 +269,11 @@ def is_asked(func: Any) -> bool:
 
 
 def has_flags(func: Any) -> bool:
-    """Tell whether the arguments of a function may determine whether it writes to a tensor."""
     return type(func) is FunctionType or "norm" in getattr(func, "__name__", "")
 
 
 def flags_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any, ...] | None:
-    """Return the arguments of a call other than tensors; None if not all of them can be compared."""
+    """None if not all can be compared."""
     flags = [*args, *(kwargs or ()), *(kwargs or {}).values()]
     for place, flag in enumerate(flags):
         if isinstance(flag, Tensor):
@@ -301,7 +290,6 @@ def flags_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[Any,
 
 
 def _flag_of(flag: Any) -> Any:
-    """Return what an argument is compared by: 0.0 is not -0.0, and 1 is neither 1.0 nor True; None if it can't be compared."""
     kind = type(flag)
     if kind is float:
         return flag.hex()
@@ -316,25 +304,23 @@ _PER_OP = 3
 
 
 def may_be_quiet(ops: Sequence[Any]) -> bool:
-    """Tell whether functions may be followed in a forward with these ops: not if one of them compiles something."""
+    """Tell whether functions may be followed in a forward with these ops: not if one of them compiles code."""
     names = ("function_mode_at", "pop_function_mode", "push_function_mode")
     return all(map(torch_private.known, names)) and all(hasattr(op, "overloadpacket") for op in set(ops))
 
 
 class _NotedFunction(NamedTuple):
     saves: range
-    """The saves in it, by their ordinals."""
     inputs: tuple[Input, ...] | None
-    """Its tensors; None if ops in it that are recorded must always be seen."""
+    """None if its recorded ops must always be seen."""
     is_whole: bool
-    """Whether its flags tell all that may make a difference."""
+    """Its flags say all that may make a difference."""
 
 
 class FunctionNotes(FunctionMode):
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.num_saves = 0
-        """How many tensors were saved so far; counted by the pack hook."""
         self._recording = recording
         self._calls: list[FunctionCall] = []
         self._noted: list[_NotedFunction] = []
@@ -364,7 +350,7 @@ class FunctionNotes(FunctionMode):
             try:
                 inputs = self._inputs(args) if is_alike and not may_write else None
                 result, num_bytes = self._result(results, first)
-            except RuntimeError:  # they wrap others, as the batches of `torch.vmap` do
+            except RuntimeError:  # they wrap other tensors, as the batches of `torch.vmap` do
                 inputs, result, num_bytes, may_write = None, -1, 0, True
         call = FunctionCall(func, not may_write, begin, ops, first, recording.num_values, flags, result, num_bytes)
         self._calls.append(call)
@@ -379,7 +365,7 @@ class FunctionNotes(FunctionMode):
         return tuple(found)
 
     def _result(self, results: Any, first: int) -> tuple[int, int]:
-        """Return the number and the bytes of the value that a function has returned; -1 if the value is older than the call."""
+        """Return the number and the bytes of the returned value; -1 if it is older than the call."""
         if type(results) is not Tensor or not tensors_in(results):
             return -1, 0
         storage = results.untyped_storage()
@@ -393,12 +379,11 @@ class FunctionNotes(FunctionMode):
         needed: Collection[int],
         saves: Sequence[int],
     ) -> tuple[FunctionCall, ...]:
-        """Return what is known ahead of a forward like this one; empty if functions are not to be followed."""
         if not self._is_whole or num_asked() != self._num_asked or sum(len(call.ops) for call in self._calls) != len(ops):
             return ()
         roots = self._recording.roots
         readers = dict[int, set[int]]()
-        """For each value that is to have its number, the functions that it is to have it for; -1 stands for all else."""
+        """For each value that needs a number, the functions that need it; -1 stands for all else."""
         for value in set(needed) - set(roots):
             readers[value] = {-1}
         for place, call in enumerate(self._calls):
@@ -427,7 +412,7 @@ class FunctionNotes(FunctionMode):
         return tuple(found) if _PER_OP * num_spared > len(found) else ()
 
     def _are_given(self, call: FunctionCall, noted: _NotedFunction, calls: Sequence[OpCall]) -> bool:
-        """Tell whether all values read by the recorded ops of a function are inputs of the function, or made in it."""
+        """Tell whether a function's recorded ops read only its inputs and values made in it."""
         if noted.inputs is None:
             return not calls
         given = {each.value for each in noted.inputs}
@@ -441,7 +426,7 @@ class FunctionNotes(FunctionMode):
 
 
 def _is_alike(call: OpCall) -> bool:
-    """Tell whether a recorded op does the same each time, and writes to nothing."""
+    """Tell whether a recorded op always does the same and writes to nothing."""
     notes = call.notes
     return notes is None or not (notes.written or notes.kind.written or notes.kind.statistics or notes.kind.is_random)
 

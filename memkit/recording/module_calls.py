@@ -1,5 +1,5 @@
-"""The module calls of a recorded forward: in which module each op ran, and whether each call, or each span of neighboring
-calls in a `Sequential`, could run again without any side effect."""
+"""The module calls of a recorded forward: the module of each op, and whether each call, or each span of neighboring calls in a
+`Sequential`, could run again without a side effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from memkit.recording.recording import Recording
 
 
 class Aftermath:
-    """Which op was the last to read each value of a finished forward, and which ops wrote to each storage."""
+    """The last reader of each value of a finished forward, and the writers of each storage."""
 
     def __init__(self, recording: Recording, given: Iterable[tuple[int, frozenset[int]]]) -> None:
         recording.sync()
@@ -46,7 +46,7 @@ class Aftermath:
         return any(self._last_read.get(value, -1) >= after for value in values)
 
     def writes(self, address: int, after: int) -> list[int]:
-        """Return the ops that write to a storage, by their numbers among all ops, counted from 1."""
+        """Return the ops that write to a storage, by their numbers among all ops, from 1 on."""
         return [func for func in self._writes.get(address, ()) if func > after]
 
 
@@ -57,7 +57,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _MOST_NESTED = 4
 NO_GRAD = "gradients are off"
 WRITES = "an op in it writes to what was there before"
-"""The reason why a call can't be a region although an enclosing one may be."""
+"""Rules out a call as a region, but not its enclosing call."""
 
 
 class NotedCall:
@@ -66,25 +66,21 @@ class NotedCall:
         self.name, self.number, self.parent = name, number, parent
         self._first = (len(recording.saved), len(recording.calls), len(recording.funcs), recording.num_values)
         self._is_sharded = is_sharded_by_fsdp2(module)
-        """Whether FSDP2 gathers its parameters within the call."""
         self._state: list[Any] | None = list(_state_of(module, is_sharded=self._is_sharded))
         self._drawn = _python_generators()
         self._given = frozenset[int]()
         self._made: tuple[int, frozenset[int]] = (0, frozenset())
-        """The number of the next value after it, and the values that it has returned."""
+        """The next value's number after it, and the values that it returned."""
         self._weights: tuple[int, list[tuple[weakref.ref[Tensor], int, int]]] = (0, [])
-        """The number of all ops up to its end, and its parameters and buffers at that point, with their addresses and
-        versions."""
+        """The number of all ops up to its end, and its parameters and buffers then, with addresses and versions."""
         self.stop: tuple[int, int] | None = None
-        """The numbers of the next save, and of the next op, after it; None while it runs, and if it has failed."""
+        """The numbers of the next save and the next op after it; None while it runs, and if it failed."""
         self.inputs: tuple[int, ...] = ()
         self.shapes: tuple[tuple[int, ...], ...] = ()
         self._is_rewritten: bool | None = None
         """None until `is_rewritten` is called."""
         self.needs_grad = False
-        """Whether a returned tensor requires grad."""
         self.why_no_part = ""
-        """Why neither it nor an enclosing call can be a region."""
         if not torch.is_grad_enabled():
             self.why_no_part = NO_GRAD
         elif any(_is_made_here(tensor, recording) for tensor in self._state if isinstance(tensor, Tensor)):
@@ -117,7 +113,7 @@ class NotedCall:
         self._drawn = ()
 
     def _why_not_alone(self, modules: Iterable[nn.Module], read: set[int], recording: Recording) -> str:
-        """Return why it can't be a region, although an enclosing call may be one."""
+        """Return why the call can't be a region, although an enclosing call may be one."""
         if not self.needs_grad:
             return "it returns no tensor that requires grad"
         return self._effect(modules, recording) or ("" if read <= self._given else "it reads what it was not given")
@@ -131,7 +127,6 @@ class NotedCall:
         return {value for value in _values_of(given, recording) if value < self._first[-1]}
 
     def _effect(self, modules: Iterable[nn.Module], recording: Recording) -> str:
-        """Return what it did beside making new values, in words; empty if a region can handle all of it."""
         _, _, func, first = self._first
         own: set[int] | None = None
         effects, last = recording.effects, self._weights[0]
@@ -152,7 +147,7 @@ class NotedCall:
 
     @property
     def given(self) -> tuple[int, frozenset[int]]:
-        """The number of ops before it, and its input values that were made in the forward."""
+        """The number of ops before it, and its inputs that the forward made."""
         return self._first[1], self._given
 
     def _hides(self, recording: Recording, aftermath: Aftermath) -> bool:
@@ -161,7 +156,7 @@ class NotedCall:
         return self.stop is not None and aftermath.reads(hidden, self.stop[1])
 
     def is_rewritten(self, aftermath: Aftermath, alike: Alike) -> bool:
-        """Tell whether something other than calls of the same module writes to its parameters or buffers after it."""
+        """Tell whether anything but calls of the same module writes to its parameters or buffers after it."""
         if self._is_rewritten is None:
             self._is_rewritten = self._look_for_writes(aftermath, alike[id(self.module)])
         return self._is_rewritten
@@ -175,7 +170,7 @@ class NotedCall:
         is_gathered = module is not None and has_gathered(module.modules())
         for tensor, (reference, address, version) in zip(after, before, strict=True):
             is_param = isinstance(tensor, nn.Parameter)
-            if is_param and is_gathered:  # there is a shard by now, and other tensors are where it was
+            if is_param and is_gathered:  # by now a shard has replaced it, and other tensors have its address
                 gathered = reference()
                 if gathered is None or _place_of(gathered)[1] != version:
                     return True
@@ -214,7 +209,7 @@ class NotedCall:
 
 
 Alike = Mapping[int, Sequence[NotedCall]]
-"""The calls of each module, by the identity of the weak reference that they share: the module may be gone."""
+"""The calls of each module, by the identity of the weak reference that they share, since the module may be gone."""
 
 
 def _values_of(tensors: Any, recording: Recording) -> set[int]:
@@ -268,7 +263,7 @@ def _python_generators() -> tuple[Any, ...]:
 
 
 def _state_of(module: nn.Module, *, is_sharded: bool) -> Iterator[Any]:
-    """Yield everything that the attributes of a module and its submodules hold, as far as it can be seen."""
+    """Yield all that the attributes of a module and its submodules visibly hold."""
     left = _OF_GATHERS if is_sharded else ()
     left_with = torch_private.COMPOSED_MARK if is_sharded else ()
     for part in module.modules():
@@ -311,15 +306,14 @@ def _is_plain(given: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanCall:
-    """Neighboring calls in a call of a `Sequential`, as the call of one module."""
+    """Neighboring calls in a `Sequential`, as the call of one module."""
 
     call: ModuleCall
-    """The call. Its parent is the Sequential's call, by its index among the noted ones."""
+    """Its parent is the Sequential's call, by index among the noted calls."""
     calls: tuple[int, int]
-    """The index of the first noted call in it, and of the first one after it."""
+    """The index of its first noted call, and of the first one after it."""
     reference: SpanReference
     children: tuple[weakref.ref[nn.Module], ...]
-    """The modules that it calls."""
 
 
 class _NotedSpan(NotedCall):
@@ -340,7 +334,7 @@ class _NotedSpan(NotedCall):
 
 
 def span_calls(noted: Sequence[NotedCall], recording: Recording, aftermath: Aftermath, alike: Alike) -> tuple[SpanCall, ...]:
-    """Return the spans that may be regions, in the order in which they begin, enclosing ones first."""
+    """Return the spans that may be regions, in the order of their beginnings, enclosing ones first."""
     inside: list[list[int]] = [[] for _ in noted]
     ends = [0] * len(noted)
     for place, call in enumerate(noted):
@@ -376,13 +370,12 @@ def span_calls(noted: Sequence[NotedCall], recording: Recording, aftermath: Afte
 
 
 def _are_in_turn(module: nn.Module, wholes: Sequence[NotedCall], rows: Sequence[Sequence[NotedCall]]) -> bool:
-    children = list(module.children())  # each once: one that it has twice is called more often
+    children = list(module.children())  # each once: a child that occurs twice is called more often
     return all(call.stop is not None for call in wholes) and all([call.module() for call in row] == children for row in rows)
 
 
 def _spans_of(module: nn.Module, rows: Sequence[Sequence[NotedCall]]) -> Iterator[tuple[int, int]]:
-    """Yield the first child of each span of a `Sequential`, and the first one after it: the same for all of its calls, so that
-    two spans are either nested or disjoint."""
+    """Yield each span as its first child and the child after it. All calls have the same spans: nested or disjoint."""
     kinds = list(map(type, module.children()))
     size = len(kinds)
     is_free = [not any(row[place].why_no_part for row in rows) for place in range(size)]
@@ -397,7 +390,7 @@ def _spans_of(module: nn.Module, rows: Sequence[Sequence[NotedCall]]) -> Iterato
 
 
 class ModuleTrail:
-    """A context that notes the innermost module of each op in a recording, for modules that this thread runs."""
+    """Notes the innermost module of each op in a recording, for modules that this thread runs."""
 
     def __init__(self, recording: Recording, *, notes_calls: bool = False) -> None:
         self._recording = recording
@@ -409,12 +402,11 @@ class ModuleTrail:
         self._notes_calls = notes_calls
         self._num_calls = Counter[nn.Module]()
         self.calls: list[NotedCall] = []
-        """The calls of the forward, in the order in which they begin."""
+        """In the order of their beginnings."""
 
     def follow(self, recording: Recording) -> None:
-        """Write to another recording from now on. Modules that are already running are on it from its beginning."""
         self._recording = recording
-        self._notes_calls = False  # a backward ran within the context: what is called there is not known well enough
+        self._notes_calls = False  # a backward ran within the context, and its calls are not known well enough
         self.calls = []
         self._running = [(module, 0, -1) for module, _, _ in self._running]
 
@@ -432,7 +424,7 @@ class ModuleTrail:
 
     @property
     def place(self) -> int:
-        """The index in `calls` of the innermost running module, -1 if it is not noted."""
+        """The index in `calls` of the innermost running module; -1 if it is not noted."""
         return self._running[-1][2] if self._running else -1
 
     @property
@@ -453,7 +445,6 @@ class ModuleTrail:
             self.__enter__()
 
     def note_begin(self, module: nn.Module) -> None:
-        """Note the call of a module that the hooks don't see, perhaps because they are paused."""
         if self.is_on or self._is_paused:
             self._before(module)
 
@@ -483,7 +474,7 @@ class ModuleTrail:
         modules = self._recording.modules
         for op in range(first, len(self._recording.calls)):
             modules.setdefault(op, name)  # inner modules end first
-        if place >= 0 and len(given) == 3 and entered is module:  # torch tells of the keywords where the call has not failed
+        if place >= 0 and len(given) == 3 and entered is module:  # torch passes the keywords unless the call has failed
             args, kwargs, output = given
             with torch_private.without_python_dispatch():
                 self.calls[place].end(module, (args, kwargs), output, self._recording)

@@ -1,5 +1,4 @@
-"""What an op does to its arguments, as far as replays depend on it: found once per overload, from its schema, a few tables, and
-the user's `pure_ops`."""
+"""How ops treat their arguments: from their schemas, a few tables, and the user's `pure_ops`."""
 
 from __future__ import annotations
 
@@ -21,16 +20,15 @@ aten = torch.ops.aten
 
 
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "torchvision"})
-"""Namespaces of ops that are known. Other ops may draw from Python's generator, count calls, or read what changes, and neither
-schema nor tags tell (`torch.library.custom_op` sets `pt2_compliant_tag` by itself)."""
+"""Other ops may draw from Python's generator, count calls, or read changing state, and neither schema nor tags tell
+(`torch.library.custom_op` sets `pt2_compliant_tag` by itself)."""
 
 _FACTORIES = """
     arange eye empty empty_like empty_permuted empty_strided empty_quantized full full_like linspace logspace new_empty
     new_empty_strided new_full new_ones new_zeros ones ones_like range scalar_tensor zeros zeros_like _efficientzerotensor
     tril_indices triu_indices
 """
-"""Ops that return new memory with nothing, or little, in it. A Triton kernel or NumPy may write to it unseen, so it is kept
-rather than recomputed."""
+"""Ops that return new memory. A Triton kernel or NumPy may write to it unseen, so it is kept rather than recomputed."""
 
 _UNTRUSTED = """
     _cudnn_rnn miopen_rnn mkldnn_rnn_layer _cudnn_init_dropout_state _local_scalar_dense nonzero nonzero_static
@@ -42,7 +40,7 @@ _UNTRUSTED = """
 """Ops that make the host wait for the device, have hidden state, change storages, or give results that can't be reproduced."""
 
 _VIEW_UNTOLD = "aten::_unsafe_view"
-"""A view whose schema doesn't say so, to hide it from autograd: mostly that of a matrix product."""
+"""Its schema hides from autograd that it is a view, mostly of a matrix product."""
 
 _NOT_REPLAYED = frozenset(f"aten::{name}" for name in (_FACTORIES + _UNTRUSTED).split())
 
@@ -51,7 +49,7 @@ _HIDING_STATE = """
     from_file _batch_norm_with_update batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats
     _fused_moving_avg_obs_fq_helper
 """
-"""Those of `_UNTRUSTED` that have hidden state or change storages. Regions may run the others again."""
+"""Ops of `_UNTRUSTED` that have hidden state or change storages. Regions may run the others again."""
 
 _VALUE_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _HIDING = frozenset(f"aten::{name}" for name in _HIDING_STATE.split())
@@ -70,7 +68,7 @@ _BATCH_NORMS: dict[OpOverload, OpOverload | None] = {
     aten.miopen_batch_norm.default: None,
     **dict(zip(torch_private.known("batch_norm_legit"), torch_private.known("batch_norm_legit_no_stats"), strict=False)),
 }
-"""Ops that write running statistics in training mode, and compute the same without them."""
+"""Ops that write running statistics in training mode, each with the overload that computes the same without them."""
 
 
 class OpKinds:
@@ -111,7 +109,7 @@ class OpKinds:
             return OpTraits(OpClass.UNKNOWN, tuple(written), why_kept=why_kept)
         if schema.name in _NOT_REPLAYED or not _VALUE_TAGS.isdisjoint(func.tags):
             return OpTraits(OpClass.OPAQUE, tuple(written), hides_state=schema.name in _HIDING)
-        # Who writes an op seldom says that it draws random numbers.
+        # Authors of ops seldom declare that they draw random numbers.
         is_random = torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in _KNOWN_NAMESPACES
         may_cross = schema.name in _CROSSING
         if written:
@@ -139,16 +137,11 @@ def _has_effect(func: OpOverload) -> bool:
     return torch_private.higher_order_effect(func) is not None
 
 
-# The user's word
+# The user's marks
 
 
 def names_of_ops(pure_ops: object) -> frozenset[str]:
-    """Return the names of the ops in a user's `pure_ops`: "namespace::name", or "namespace::*" for all of a namespace.
-
-    Raises:
-        TypeError: it isn't a list of ops or names.
-        ValueError: a name isn't one of an op, or declaring the op pure would change nothing.
-    """
+    """Return "namespace::name", or "namespace::*" for a whole namespace; ValueError if no op or no need to declare it."""
     if isinstance(
         pure_ops, str | torch_private.OpOverload | torch_private.OpOverloadPacket | torch_private.CustomOpDef
     ) or not isinstance(pure_ops, Iterable):

@@ -1,4 +1,4 @@
-"""`Call`: one recorded op: what it does, its arguments and results, without the tensors themselves."""
+"""`OpCall`: one recorded op with its arguments and results, without the tensors themselves."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 _STRIDED = torch.strided
 
 Source = tuple[Any, int, torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype, bool, bool]
-"""A tensor among the arguments of a call: its position or name (for a list: with the index in it), its value, and its
-`Geometry` in the value's storage, field by field."""
+"""A tensor argument: its position or name (in a list, with the index), its value, and its `Geometry` in the storage."""
 
 
 def source_of(key: Any, value: int, tensor: Tensor) -> Source:
@@ -35,16 +34,15 @@ def tensor_of(source: Source, storage: torch.UntypedStorage) -> Tensor:
 
 class OpClass(Enum):
     VIEW = auto()
-    """Returns a view: makes no value, and is never run again."""
+    """It makes no value, and is never run again."""
     REPLAYED = auto()
-    """Can be run again, and then makes the same bytes."""
+    """It can run again, and then makes the same bytes."""
     OPAQUE = auto()
-    """Is not run again: its values are roots."""
+    """It is not run again: its values are roots."""
     BORDER = auto()
-    """Makes nothing, but its arguments are not recomputed: see `memkit.recording.borders`."""
+    """It makes nothing; see `memkit.recording.borders`."""
     UNKNOWN = auto()
-    """Is not run again either: it may have side effects, write to tensors that its schema doesn't name, and return a tensor
-    again."""
+    """It is not run again: it may have side effects, write unnamed tensors, and return an older tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +51,27 @@ class OpTraits:
     written: tuple[int | str, ...] = ()
     """The arguments that it writes to, by position or, if keyword-only, by name."""
     is_random: bool = False
-    """Whether it draws from a random number generator."""
     overwrites: bool = False
-    """Whether it overwrites all old contents of the written arguments, if they cover their storages."""
+    """It overwrites all old contents of the written arguments, if these cover their storages."""
     statistics: tuple[int, ...] = ()
-    """Positions of running statistics that it updates in training mode, which its schema or a version counter may not show."""
+    """Positions of running statistics that it updates in training mode; the schema or a version counter may not show it."""
     training_at: int = -1
-    """The position of the training flag."""
     replayed_by: OpOverload | None = None
-    """The overload to replay without statistics, if they can't be None in this one."""
+    """The overload for replays without statistics, if this one needs them."""
     may_cross: bool = False
-    """Whether it may copy from one device to another: such copies are not recomputed."""
+    """It may copy to another device: such copies are not recomputed."""
     why_kept: str = ""
-    """Why its values are roots, for users who wonder."""
+    """The reason for users why its values are roots."""
     hides_state: bool = False
-    """Whether it has hidden state, so that a module with it can't be a region either."""
+    """A module with it can't be a region either."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it only makes new values from its arguments, unless it copies to another device."""
+        """It only makes new values from its arguments, unless it copies to another device."""
         return self._only_computes and not self.written
 
     @property
     def is_in_place(self) -> bool:
-        """Whether it only makes a new value of its first argument, in place."""
         return self._only_computes and self.written == (0,) and not (self.overwrites or self.may_cross)
 
     @property
@@ -88,7 +83,6 @@ CostKey = tuple[Any, int, int]
 
 
 def cost_key(func: Any, args: Sequence[Any], results: Any) -> CostKey:
-    """Return what ops of about the same duration share: the op, and the bytes of its first argument and first result."""
     first = args[0] if args else None
     result = results[0] if type(results) is tuple and results else results
     return (
@@ -99,38 +93,34 @@ def cost_key(func: Any, args: Sequence[Any], results: Any) -> CostKey:
 
 
 class OpCall(NamedTuple):
-    """One op that can be run again."""
+    """One op that can be run again. `args` has None in place of tensors."""
 
     func: Callable[..., Any]
     args: Sequence[Any]
-    """Its arguments, with None in place of tensors."""
     kwargs: dict[str, Any] | None
     sources: Sequence[Source]
-    """Its tensor arguments."""
     first: int
     """The number of the first value that it makes."""
     outs_bytes: tuple[int, ...]
-    """The bytes of each value that it makes."""
     notes: CallNotes | None = None
 
 
 class CallNotes(NamedTuple):
-    """What is particular about a call."""
+    """The less usual facts of a call."""
 
     kind: OpTraits
     places: tuple[int, ...]
-    """For each value that it makes, without those written over an argument, its index among the returned tensors."""
+    """The index among the returned tensors of each value that is not written over an argument."""
     written: tuple[int, ...] = ()
-    """The values that it overwrites. The values that it writes over them are the last ones that it makes."""
+    """The values that it overwrites. The new values over them are the last ones that it makes."""
     is_whole: bool = False
-    """Whether it doesn't depend on the old contents of what it overwrites."""
     generator: torch.Generator | None = None
     state: Tensor | None = None
-    """The state of the generator before the op drew from it."""
+    """The generator's state before the op drew from it."""
 
 
 def tensors_in(argument: Any) -> list[Tensor]:
-    """Return the strided tensors in arguments or results of an op, whose storages are ranges of bytes."""
+    """Return the strided tensors in arguments or results of an op: their storages are ranges of bytes."""
     if isinstance(argument, Tensor):
         return [argument] if _is_plain(argument) else []
     if isinstance(argument, list | tuple):
@@ -166,7 +156,6 @@ def written_by(kind: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any] | N
 
 
 def has_odd(arguments: Iterable[Any]) -> bool:
-    """Tell whether a tensor among the arguments has no range of bytes as its storage."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             if not is_range_of_bytes(argument):
@@ -177,7 +166,6 @@ def has_odd(arguments: Iterable[Any]) -> bool:
 
 
 def covers(tensor: Tensor) -> bool:
-    """Tell whether a tensor has each byte of its storage, once."""
     is_whole = tensor.numel() * tensor.itemsize == Tensor.untyped_storage(tensor).nbytes()
     return is_whole and is_dense(tensor.size(), tensor.stride())
 

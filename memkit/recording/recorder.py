@@ -1,8 +1,4 @@
-"""`Recorder`: the dispatch mode that writes a recording.
-
-While it is on, every op costs the host some microseconds more. So the common case is one function, without avoidable calls or
-objects.
-"""
+"""`Recorder`: the dispatch mode that writes a recording. Each op costs the host time, so the common case is one function."""
 
 from __future__ import annotations
 
@@ -38,8 +34,7 @@ from memkit.recording.recorded import (
 from memkit.recording.recording import Recording
 
 _IS_ASKED_OF_MODES = bool(torch_private.known("asks_modes_on_stack"))
-"""Whether Dynamo asks each active mode whether it may compile a frame. Older versions read a process-wide flag that is set when
-a mode is entered."""
+"""Dynamo asks each active mode whether it may compile. Older versions read a flag that entering a mode sets."""
 
 
 def _may_compile() -> bool:
@@ -50,15 +45,15 @@ def _may_compile() -> bool:
 
 
 class _OutsideOfHigherOrderOps:
-    """Stands for a process-wide flag that would be read too early."""
+    """Stands for a process-wide flag that torch would read too early."""
 
     def __bool__(self) -> bool:
         return not _may_compile()
 
 
 class QuietMode(Mode):
-    """A dispatch mode that Dynamo ignores when a higher-order op compiles its function. The op is compiled as without the mode,
-    which sees the higher-order op. What the program itself compiles runs op by op, as under any mode."""
+    """A dispatch mode that Dynamo ignores when a higher-order op compiles its function: the mode sees the higher-order op. Code
+    that the program itself compiles runs op by op, as under any mode."""
 
     supports_higher_order_operators = True
 
@@ -72,7 +67,6 @@ class QuietMode(Mode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell Dynamo whether it may compile as if the mode were not there."""
         return _may_compile()
 
     def __enter__(self) -> Any:
@@ -80,7 +74,7 @@ class QuietMode(Mode):
         super().__enter__()
         if not is_in_other:
             torch_private.set_shows_to_compiler(False if _IS_ASKED_OF_MODES else _OutsideOfHigherOrderOps())
-            # What was compiled without the mode is good with it, and the other way round.
+            # Code compiled without the mode is valid with it, and vice versa.
             torch_private.set_shows_to_guards(False)
         return self
 
@@ -89,23 +83,20 @@ _get_storage = Tensor.untyped_storage
 _STRIDED = torch.strided
 _address_of, _version_of = torch_private.storage_address, torch_private.version_of
 _is_in_backward = torch_private.backward_task
-_new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than all that is in it
+_new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than its fields
 _VIEW, _PLAIN, _COPY = "view", "plain", "copy"
 _ALIAS = torch.ops.aten.alias.default
-"""With which `torch.autograd.forward_ad.make_dual` begins."""
+"""The first op of `torch.autograd.forward_ad.make_dual`."""
 
 
 _COLLECTIVES = "c10d"
-"""The namespace of ops whose schemas don't say what they write to, and whose writes raise no version counter: they may write to
-any of their tensors."""
+"""The namespace of ops that may write to any of their tensors, with no sign in schemas or version counters."""
 _GATHERS = "fsdp"
-"""The namespace of FSDP2's ops. When they write to a parameter's storage, they restore its freed contents: shards are not
-written to within a step, or else the tensors that autograd saved of the parameter would be wrong as well."""
+"""The namespace of FSDP2's ops. Their writes to a parameter's storage restore its freed contents. Shards are not written to
+within a step, or the tensors that autograd saved of the parameter would be wrong as well."""
 
 
 class Recorder(QuietMode):
-    """The dispatch mode that writes a recording. It does nothing during a backward."""
-
     def __init__(
         self,
         recording: Recording,
@@ -119,10 +110,9 @@ class Recorder(QuietMode):
         self._generator_of = generator_of
         self.estimate_s = estimate_s
         self.sees_dual = False
-        """Whether a dual level was opened since it was entered: it is to be left at the next save, outside of any op."""
+        """A dual level was opened since the mode was entered: leave it at the next save, outside of any op."""
         self._paths: dict[Any, Any] = {}
-        """How each op seen so far is recorded: one of three words, or a method of the class. A bound method would keep this
-        object alive."""
+        """How to record each op: one of three words, or a method of the class: a bound one would keep this object alive."""
 
     def follow(self, recording: Recording) -> None:
         self.recording = recording
@@ -230,7 +220,6 @@ class Recorder(QuietMode):
         return results
 
     def _record_first(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run and record an op that is new to this recorder, and note how to record it from then on."""
         results = self.record(func, types, args, kwargs)
         self._paths[func] = self._path_of(self.kind_of(func))
         return results
@@ -264,7 +253,7 @@ class Recorder(QuietMode):
             return self.run_opaque(func, types, args, kwargs)
         if kind.statistics and args[kind.training_at]:
             return self._record_batch_norm(func, types, args, kwargs)
-        for position in kind.statistics:  # another forward may update them, and leave no trace
+        for position in kind.statistics:  # another forward may update them unseen
             if args[position] is not None:
                 recording.note_hidden(args[position])
         targets = written_by(kind, args, kwargs) if kind.written else []
@@ -275,7 +264,7 @@ class Recorder(QuietMode):
         if kind.is_random:
             generator = self._generator(args, kwargs)
             if generator is not self._generator_of(generator.device):
-                recording.note_effect()  # a region puts back the state of the default one
+                recording.note_effect()  # a region restores the state of the default one
             state = generator.get_state()
         if not kind.written:
             results = self.run(func, args, kwargs)
@@ -318,7 +307,7 @@ class Recorder(QuietMode):
         return kept, {name: self.take(name, argument, sources) for name, argument in kwargs.items()}, sources
 
     def take(self, key: int | str, argument: Any, sources: list[Source]) -> Any:
-        """Return an argument as it is recorded: for a tensor, append its source and return None."""
+        """Return an argument as it is recorded; a tensor becomes a source and None."""
         if isinstance(argument, Tensor):
             storage = _get_storage(argument)
             found = self.recording.current.get(_address_of(storage))
@@ -369,7 +358,7 @@ class Recorder(QuietMode):
         generator: torch.Generator | None = None,
         state: Tensor | None = None,
     ) -> None:
-        """Note the values that an op has made: its new results, and the new contents of written tensors."""
+        """Note an op's new results, and the new contents of written tensors."""
         recording = self.recording
         made: list[Tensor] = []
         storages: list[torch.UntypedStorage] = []
@@ -420,10 +409,10 @@ class Recorder(QuietMode):
         self.recording.add_roots(results)
         return results
 
-    # What does more than make new values
+    # Ops that do more than make new values
 
     def _run_gather(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run an op of FSDP2. Its parameters are the caller's, with the same values as when they were gathered last."""
+        """Run an op of FSDP2. Its parameters are the caller's, with the same values as when they were last gathered."""
         recording = self.recording
         results = func(*args, **kwargs) if kwargs else func(*args)
         for target in written_by(self.kind_of(func), args, kwargs):
@@ -436,7 +425,7 @@ class Recorder(QuietMode):
         return results
 
     def _run_in_backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run an op of a backward within the forward: nothing is recorded but that it writes to tensors."""
+        """Run an op of a backward within the forward, and record only its writes."""
         kind, recording = self.kind_of(func), self.recording
         recording.see_versions()
         recording.note_effect()
@@ -453,9 +442,9 @@ class Recorder(QuietMode):
         return results
 
     def _run_unknown(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run an op of which only the schema says what it does. A higher-order op has none: that it writes shows by the version
-        counter, too late to copy the old contents. If an op returns a tensor that is neither new nor an argument, such as its
-        own state, the contents may have changed."""
+        """Run an op known only by its schema. A higher-order op has none: the version counter shows its writes, too late to
+        copy the old contents. A returned tensor that is neither new nor an argument, such as the op's own state, may have
+        changed."""
         kind, recording = self.kind_of(func), self.recording
         recording.note_effect()
         has_schema = isinstance(func, torch_private.OpOverload)
@@ -480,7 +469,7 @@ class Recorder(QuietMode):
         return results
 
     def _record_in_place(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run and record an op that writes to its first argument, reads that and others, and does nothing else."""
+        """Record an op that only writes to its first argument, and reads that and others."""
         recording, target = self.recording, args[0]
         if types or kwargs or not isinstance(target, Tensor):
             return self.record(func, types, args, kwargs)
@@ -490,7 +479,7 @@ class Recorder(QuietMode):
             value = recording.find(storage)
             if value is None:
                 recording.note_effect(target)
-                return func(*args)  # nothing here was made from it: a counter, a buffer
+                return func(*args)  # no value was made from it: a counter, a buffer
             kept = [self.take(key, argument, sources) for key, argument in enumerate(args)]
         except RuntimeError:  # an argument is no range of bytes
             return self.run_opaque(func, types, args, kwargs)
@@ -509,7 +498,6 @@ class Recorder(QuietMode):
         return results
 
     def _run_on_strangers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor]) -> Any:
-        """Run an op that writes to tensors that nothing in the forward was made from: counters, buffers."""
         for target in targets:
             self.recording.note_effect(target)
         results = self.run(func, args, kwargs)
@@ -521,7 +509,7 @@ class Recorder(QuietMode):
         return results
 
     def _record_batch_norm(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        """Run and record a batch norm that updates its statistics. Its replays don't."""
+        """Record a batch norm that updates its statistics. Its replays don't."""
         kind, recording = self.kind_of(func), self.recording
         if types or not args[kind.training_at]:
             return self.record(func, types, args, kwargs)
@@ -547,17 +535,17 @@ class Recorder(QuietMode):
         results = self.run(func, args, None)
         recording.add_written(known, are_inside)
         self.note(kind.replayed_by or func, kept, None, sources, args, results, kind=kind)
-        for argument in statistics:  # as in `record`: what reads them later does not see the updates of another forward
+        for argument in statistics:  # as in `record`: later readers do not see another forward's updates
             recording.note_hidden(argument)
         return results
 
 
 def hide_recorders() -> None:
-    """Hide the recorders that are on from the node of a graph that is running.
+    """Hide the active recorders from the running node of a graph.
 
-    [Note: seen by formulas] Formulas of derivatives ask whether any dispatch mode is on, and compute other bits then. Nodes are
-    run by the engine, which puts the modes back. An op can't take off the mode that it is running in: torch would put it back.
-    So where a dual level is opened, the recorder is left at the next save, which is outside of its own part of the op.
+    [Note: seen by formulas] Derivative formulas compute other bits while any dispatch mode is on. The engine runs nodes, and
+    puts the modes back. An op can't take off the mode that it is running in: torch would put it back. So after a dual level was
+    opened, the recorder is left at the next save, which is outside of its own part of the op.
     """
     if _is_in_backward() != -1:
         for mode in torch_private.dispatch_modes():
@@ -571,7 +559,7 @@ def _is_of_number(args: tuple[Any, ...]) -> bool:
 
 
 def _view_of_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run a view of a tensor that torch has made from a Python number, of which a mode gets the number."""
+    """A mode gets the number that torch made the tensor from."""
     number = args[0]
     dtype = torch.float64 if isinstance(number, float) else torch.complex128 if isinstance(number, complex) else None
     return func(torch.tensor(number, dtype=dtype), *args[1:], **(kwargs or {}))

@@ -1,8 +1,5 @@
-"""`Recording`: what is remembered of a forward so that its values can be recomputed: calls, and the roots that they start from.
-
-A recording holds no tensor of the forward but the roots of dropped values. `recorder.py` writes it; `step_of` turns it into the
-numbers that `plan/` works on.
-"""
+"""`Recording`: the calls of a forward and the roots that they start from. It holds no tensor but the roots of dropped values.
+`recorder.py` writes it; `step_of` turns it into the numbers that `plan/` works on."""
 
 from __future__ import annotations
 
@@ -89,21 +86,21 @@ def with_settings(wanted: Settings) -> Iterator[None]:
 
 
 def change_settings(found: Settings, wanted: Settings) -> None:
-    """Set the wanted settings, where they differ from those found; may be called again."""
+    """Set the wanted settings that differ from those found; may be called again."""
     for (_, change), before, after in zip(_settings(), found, wanted, strict=True):
         if before != after:
             change(after)
 
 
 _MOST_STATISTICS = 2**16
-"""Statistics have at most this many channels."""
+"""Larger buffers are not taken for statistics (channels)."""
 
 recordings_over: weakref.WeakValueDictionary[int, Recording] = weakref.WeakValueDictionary()
-"""By their ids, recordings of forwards that are over and whose graphs live: they copy what a later forward writes to."""
+"""By id, recordings of finished forwards with living graphs: they copy values before a later forward overwrites them."""
 
 
 class Root:
-    """A value that nothing here makes: referred to weakly until something is to be recomputed from it, held from then on."""
+    """A value that no recorded op makes: referred to weakly, and held once something is to be recomputed from it."""
 
     __slots__ = ("alias", "is_inside", "is_lost", "lent", "num_bytes", "seen", "storage", "tensor", "version")
 
@@ -117,15 +114,15 @@ class Root:
         self.version = version
         """The tensor's version when it was seen; None between a write and the next op, and if the tensor counts no writes."""
         self.seen: int | None = None
-        """The same, once a copy is held: `version` is the copy's then."""
+        """The tensor's version once a copy is held: `version` is then the copy's."""
         self.is_inside = is_inside
-        """Whether it was made here by an op that can't run again, so that nothing else may hold it."""
+        """An op that can't run again made it in the forward, so nothing else may hold it."""
         self.is_lost = False
-        """Whether it was overwritten, or may have been."""
+        """It was or may have been overwritten."""
         self.alias: Tensor | None = None
 
     def living(self) -> Tensor | None:
-        """Return the tensor, or the alias that is held, if it has the same storage and contents; else None."""
+        """Return the tensor, or the held alias, if it has the same storage and contents; else None."""
         tensor = self.tensor() if self.alias is None else self.alias
         if tensor is None or (self.alias is None and tensor.untyped_storage() is not self.storage()):
             return None
@@ -134,8 +131,8 @@ class Root:
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether the tensor is alive and was written to since it was seen. Parameters don't count: they may be stepped within
-        the backward, behind their last use, and autograd itself refuses earlier writes."""
+        """The tensor is alive and was written to since it was seen. Parameters don't count: they may be stepped within the
+        backward, behind their last use, and autograd itself refuses earlier writes."""
         tensor, version = self.tensor(), self.version if self.seen is None else self.seen
         if tensor is None or version is None or tensor.requires_grad:
             return False
@@ -172,11 +169,11 @@ class Root:
 
 class Held(Protocol):
     version: Any
-    """The version when it was held, None while an op is writing to it."""
+    """None while an op is writing to it."""
 
     @property
     def alias(self) -> Any:
-        """A tensor that shares its bytes and its version counter."""
+        """Shares the tensor's bytes and version counter."""
 
 
 class RootHolder(Protocol):
@@ -186,14 +183,14 @@ class RootHolder(Protocol):
         """Hold a value from now on."""
 
     def copy(self, value: int) -> None:
-        """Called before an op overwrites a value: hold a copy instead, if the value is held."""
+        """Hold a copy of a held value instead; an op is about to overwrite it."""
 
     def release(self, value: int) -> None:
         """Stop holding a value, if it is held."""
 
 
 def alias_in_dispatch(tensor: Tensor) -> Tensor:
-    """Return an alias that shares its tensor's version counter, although autograd's layers are off inside a mode."""
+    """Return an alias that shares its tensor's version counter, although a mode runs below autograd."""
     with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
         return tensor.detach()
 
@@ -206,8 +203,7 @@ def written_error() -> RuntimeError:
 
 
 def retained_bytes(roots: Mapping[int, Root]) -> dict[int, int]:
-    """Return the bytes of the roots that are gone unless they are held: those made here, overwritten, or gone by now. If the
-    storage is the caller's, holding them takes no bytes."""
+    """Return the bytes of roots that would be freed unless held. Holding the caller's storage takes none."""
     found = {}
     for value, root in roots.items():
         if root.is_inside or root.is_lost:
@@ -218,27 +214,19 @@ def retained_bytes(roots: Mapping[int, Root]) -> dict[int, int]:
 
 
 def rewritten_bytes(roots: Mapping[int, Root], overwritten: Container[int]) -> dict[int, int]:
-    """Return the bytes of the roots that were written to since they were seen, but for those `overwritten` by recorded ops."""
+    """Return the bytes of the roots written to since they were seen, without those `overwritten` by recorded ops."""
     return {value: root.num_bytes for value, root in roots.items() if root.is_rewritten and value not in overwritten}
 
 
 def may_be_statistics(tensor: Tensor) -> bool:
-    """Tell whether a tensor from before the forward may be statistics of a norm, whose writes raise no version counter."""
+    """Tell whether a tensor from before the forward may be a norm's statistics, whose writes raise no version counter."""
     is_vector = tensor.dim() == 1 and len(tensor) <= _MOST_STATISTICS
     return is_vector and tensor.is_floating_point() and not tensor.requires_grad
 
 
 class Recording:
-    """What is remembered of one forward.
-
-    Args:
-        device: the device of its values.
-        known_s: seconds of each op, if they are known from another forward.
-        retained: roots and other values that a plan needs: they are held from when they are made.
-        rewritten: roots that are expected to be written to before the backward.
-        is_timed: whether to measure the seconds of each op.
-        is_verified: whether to copy all values to host memory, to compare replays with them.
-    """
+    """The record of one forward. It holds the `retained` values from when they are made, and expects writes to the `rewritten`
+    roots before the backward. `is_verified` copies all values to host memory, to compare replays with them."""
 
     def __init__(
         self,
@@ -255,9 +243,9 @@ class Recording:
         self.retained = retained
         self.is_timed = is_timed
         self.times: list[tuple[int, CostKey, Event, Event]] = []
-        """Start and end of ops: the number of the op, its `cost_key`, and two events."""
+        """For each timed op, its number, its `cost_key`, and events at start and end."""
         self.call_times: list[tuple[int, Event, Event]] = []
-        """Start and end of compiled modules: the index of the noted call, and two events."""
+        """For each timed compiled module, the index of its noted call, and events at start and end."""
         self.seconds: dict[int, float] = {}
         """Estimated seconds of ops that `known_s` doesn't have."""
         self.originals: dict[int, Tensor] | None = {} if is_verified else None
@@ -265,46 +253,42 @@ class Recording:
         self.settings = current_settings()
         self.calls: list[OpCall] = []
         self.funcs: list[Any] = []
-        """Every op that was seen, recomputed or not: the sequence that distinguishes forwards."""
+        """Every op that was seen, recomputed or not: the sequence distinguishes forwards."""
         self.roots: dict[int, Root] = {}
         self.is_gathering = False
-        """Whether parameters are being gathered, during which nothing is recorded."""
+        """Parameters are being gathered, during which nothing is recorded."""
         self.is_over = False
-        """Whether nothing more is recorded, so that not all writes are seen."""
+        """Nothing more is recorded, so that writes may go unseen."""
         self.holder: RootHolder | None = None
-        """Holds values made here that a plan needs and that autograd did not save."""
+        """Holds values made here that a plan needs and autograd did not save."""
         self.pinned: dict[int, KeptHandle] = {}
-        """Saved values that can't be recomputed, and from which others are."""
+        """Saved values that can't be recomputed, but others are recomputed from them."""
         self.hidden = set(rewritten)
-        """Roots that are copied to be held: the rewritten ones, and those that may be written to without raising a version
-        counter, such as batch norm statistics."""
+        """Roots held as copies: rewritten ones, and those whose writes may go unseen, such as batch norm statistics."""
         self.why_kept: dict[int, str] = {}
-        """Why values made by an op are roots, for users who wonder."""
+        """The reasons for users why values of ops are roots."""
         self.unversioned: list[Root | Held] = []
-        """What an op has just written to: the version counter is raised after the op."""
+        """Values that the last op wrote: the version counter is raised after the op."""
         self.overwritten = set[int]()
-        """Values over which an op has written. A saved tensor of such a value may still be valid: the parts of `unsafe_chunk`
-        have version counters of their own."""
+        """Overwritten values. A saved tensor of one may be valid: the parts of `unsafe_chunk` have their own counters."""
         self.expected: Expected | None = None
-        """What is known ahead: see `memkit.recording.expected`."""
         self.num_values = 0
         self.held_bytes = 0
         """Bytes of the roots that only this recording holds."""
         self.current: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        """The value that is in each storage now, by the storage's key."""
+        """By address, each storage and its current value."""
         self.lent: dict[int, tuple[weakref.ref[torch.UntypedStorage]]] = {}
-        """Storages that were seen and are not in `current`, since their owner may change the contents."""
+        """Storages that were seen and whose owner may change the contents, so that they are not in `current`."""
         self.lineage = GrowingLineage()
         """The ops and values in numbers, as of the last `sync`."""
         self.saved: list[int] = []
-        """The value of each save that counts."""
+        """The value of each counted save."""
         self.saved_at: list[tuple[int, int]] = []
-        """For each of these saves, the number of recorded ops, and of all ops, before it."""
+        """The numbers of recorded ops and of all ops before each counted save."""
         self.effects: list[tuple[int, int, int]] = []
-        """What ops did beside making new values: the number of the op among `funcs`, counted from 1; the address of the storage
-        written to; and the value that was there, -1 if it is not known. An address of 0 stands for any effect."""
+        """Effects of ops beside new values: the op's number among `funcs`, from 1 on; the address of the storage written to, 0
+        for any other effect; and the old value, -1 if it is not known."""
         self.modules: dict[int, str] = {}
-        """The module in which each op ran, if that was noted."""
 
     def sync(self) -> None:
         lineage, calls, known_s = self.lineage, self.calls, self.known_s
@@ -324,7 +308,7 @@ class Recording:
 
     def _sync_roots(self, end: int) -> None:
         found = map(self.roots.get, range(len(self.lineage.maker), end))
-        # Where there is none, an interrupt has left the number unused, or no op was recorded that has made the value.
+        # Without a root, an interrupt has left the number unused, or the op that made the value was not recorded.
         self.lineage.add_roots([0 if root is None else root.num_bytes for root in found])
 
     # Values
@@ -334,7 +318,7 @@ class Recording:
         return found[1] if found is not None and found[0]() is storage else None
 
     def was_there(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether the storage of an op's result existed before, as when an op returns its argument."""
+        """Tell whether the storage of a result existed before, as when an op returns its argument."""
         address = torch_private.storage_address(storage)
         found = self.current.get(address) or self.lent.get(address)
         return found is not None and found[0]() is storage
@@ -343,7 +327,7 @@ class Recording:
         return self.find(tensor.untyped_storage()) is not None
 
     def value_of(self, tensor: Tensor) -> int:
-        """Return the value that is in a tensor's storage now: a new root if it was never seen."""
+        """Return the current value of a tensor's storage: a new root if it was never seen."""
         storage = tensor.untyped_storage()
         value = self.find(storage)
         return self.add_root(tensor, storage, is_inside=False) if value is None else value
@@ -358,25 +342,20 @@ class Recording:
         is_hidden: bool = False,
         number: int = -1,
     ) -> int:
-        """Return a new value for the current contents of a tensor's storage, which nothing here makes.
+        """Return a new value for the current contents of a tensor's storage, which no recorded op makes.
 
-        Args:
-            is_inside: whether it was made in the forward, so that nothing else may hold it.
-            is_written: whether it was just written, so that the version counter is about to be raised.
-            is_hidden: whether it may be written to without raising the counter.
-            number: the number of the value, if it is known ahead and unused; -1 for the next one.
-
-        Raises:
-            RuntimeError: the tensor's storage is no range of bytes, so that ops that read it can't be run again.
+        `is_inside`: the forward made it, so nothing else may hold it. `is_written`: its version counter is about to be raised.
+        `is_hidden`: writes may not raise the counter. `number`: a number known ahead and unused. It raises RuntimeError if the
+        storage is no range of bytes, so that its readers can't run again.
         """
         if not is_range_of_bytes(tensor):
             raise RuntimeError("what is no range of bytes is no value")
         value = number
         if number < 0:
             value = self.num_values
-            self.num_values = value + 1  # first: an interrupt leaves a number that no value has, and none that two have
+            self.num_values = value + 1  # first: an interrupt may leave a number unused, but none used twice
         version = None if is_written or tensor.is_inference() else torch_private.version_of(tensor)
-        base = torch_private.base_of(tensor)  # a view may be gone at once, as `weight.t()` is, and what it is of lives on
+        base = torch_private.base_of(tensor)  # a view may die at once, as `weight.t()` does, while its base lives on
         whole = tensor if base is None else base
         root = self.roots[value] = Root(whole, storage, version, is_inside=is_inside)
         if is_written:
@@ -393,7 +372,7 @@ class Recording:
         return value
 
     def note_hidden(self, tensor: Tensor) -> None:
-        """Note that the root in a tensor may be written to without raising a version counter."""
+        """Note that writes to the root in a tensor may raise no version counter."""
         storage = tensor.untyped_storage()
         value = self.find(storage)
         if value is None:
@@ -402,7 +381,6 @@ class Recording:
             self.hidden.add(value)
 
     def add_call(self, call: OpCall, storages: Sequence[torch.UntypedStorage]) -> range:
-        """Return the values that a call has made, which are in these storages from now on."""
         current = self.current
         self.num_values = call.first + len(storages)  # first, as in `add_root`
         self.calls.append(call)
@@ -411,7 +389,7 @@ class Recording:
         return range(call.first, self.num_values)
 
     def add_roots(self, results: Any, why_kept: str = "") -> None:
-        """Note the results of an op that is not run again, and why, for users who wonder."""
+        """Note the results of an op that is not run again, and the reason for users."""
         for tensor in tensors_in(results):
             storage = tensor.untyped_storage()
             if self.find(storage) is None:
@@ -444,7 +422,7 @@ class Recording:
         return True
 
     def _hold_hidden(self) -> None:
-        """Hold copies of the roots that may be written to unseen once nothing more is recorded, if an op has read them."""
+        """Copy the roots that an op has read and that may be written to unseen once nothing more is recorded."""
         self.sync()
         for value in self.hidden.intersection(chain.from_iterable(self.lineage.ins)) & self.roots.keys():
             self.hold(value)
@@ -464,7 +442,7 @@ class Recording:
                 held.version = torch_private.version_of(tensor)
 
     def hold_made(self, value: int, tensor: Tensor, *, is_written: bool = False) -> None:
-        """Hold a value that an op has just made, unless later writes to it could not be noticed."""
+        """Hold a value that an op has just made, unless later writes to it would go unseen."""
         if self.holder is not None and not tensor.is_inference():
             held = self.holder.hold(value, tensor)
             if is_written:
@@ -472,7 +450,7 @@ class Recording:
                 self.unversioned.append(held)
 
     def before_write_to(self, target: Tensor) -> bool:
-        """Note that an op is about to write to a tensor; tell whether its storage was made here."""
+        """Note that an op is about to write to a tensor; tell whether the forward made its storage."""
         value = self.value_of(target)
         root = self.roots.get(value)
         self.note_effect(target, value)
@@ -482,7 +460,6 @@ class Recording:
         return root is None or root.is_inside
 
     def add_written(self, targets: Sequence[Tensor], are_inside: Sequence[bool], why_kept: str = "") -> None:
-        """Note the new contents of written tensors, which are not recomputed, and why, for users who wonder."""
         for target, is_inside in zip(targets, are_inside, strict=True):
             value = self.add_root(target, target.untyped_storage(), is_inside=is_inside, is_written=True)
             if why_kept:
@@ -512,7 +489,7 @@ class Recording:
         if root is None:
             return
         if root.lent is not None:
-            return  # its owner minds writes
+            return  # its owner handles writes
         if root.alias is None and not (value in self.retained and self.hold(value, is_in_dispatch=True)):
             root.is_lost = True
             return
@@ -546,7 +523,7 @@ class Recording:
 
     def read_times(self) -> dict[CostKey, float]:
         """Store the seconds of timed ops, and return them by `cost_key`: the median, since now and then an op waits for
-        something else. Makes the host wait for the ops."""
+        something else. The host waits for the ops."""
         found: dict[CostKey, float] = {}
         if self.times:
             self.device.synchronize()
@@ -563,7 +540,7 @@ class Recording:
         return found
 
     def read_call_times(self) -> dict[int, float]:
-        """Return the seconds of compiled modules, by the indices of their calls. Makes the host wait for them."""
+        """Return the seconds of compiled modules, by the indices of their calls. The host waits for them."""
         if self.call_times:
             self.device.synchronize()
         found = {place: start.elapsed_s(end) for place, start, end in self.call_times}
@@ -578,7 +555,7 @@ class Recording:
         return recording
 
     def close(self, *, may_drop: bool = False) -> None:
-        """Called at the end of the forward: nothing more is recorded. With `may_drop`, more values may be dropped later."""
+        """Called at the end of the forward. With `may_drop`, more values may be dropped later."""
         self.see_versions()
         if may_drop:
             self._hold_hidden()
@@ -609,7 +586,7 @@ def step_of(
 
 
 def names_of(recording: Recording, values: Iterable[int]) -> dict[int, tuple[str, str]]:
-    """Return the names of the op and the module that made each value, for values made by an op."""
+    """Return the op and the module of each value that an op made."""
     recording.sync()
     maker, calls, modules = recording.lineage.maker, recording.calls, recording.modules
     made = ((value, maker[value]) for value in values if maker[value] != NO_OP)

@@ -1,8 +1,8 @@
 """`Replay`: runs recorded ops again, exactly.
 
-It runs in the backward, on its stream and device, without grad mode, modes, hooks, autocast or function transforms (such as the
-`vmap` of batched gradients), since ops were recorded below all of these. Random ops draw from the state that their generator
-had in the forward, and leave the generator's current state unchanged.
+It runs in the backward, on its stream and device, below grad mode, modes, hooks, autocast and function transforms (such as the
+`vmap` of batched gradients), where ops were recorded. Random ops draw from their generator's state in the forward, and leave
+its current state unchanged.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from memkit.recording.recorded import OpCall, tensor_of, tensors_in
 from memkit.recording.recording import Recording, current_settings, with_settings
 
 StorageOf = Callable[[int], torch.UntypedStorage]
-"""Returns a storage with the bytes of an available value."""
 
 
 @functools.cache
 def _vmap_mode() -> Any:
-    """Return the functorch layer that is active while gradients are batched: it refuses every random op."""
+    """Return the functorch layer of batched gradients: it refuses every random op."""
     return torch_private.DispatchKeySet(torch_private.key_named("VmapMode"))
 
 
@@ -36,15 +35,14 @@ class Replay:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.made: dict[int, torch.UntypedStorage] = {}
-        """The values that were made, and not yet taken or freed."""
         self._has_other_settings = False
 
     def compare_settings(self) -> None:
-        """Find out whether process-wide settings must be changed for replays: called once for each backward."""
+        """Called once for each backward: find out whether process-wide settings must be changed for replays."""
         self._has_other_settings = current_settings() != self.recording.settings
 
     def below_all(self, work: Callable[[int], None], value: int) -> None:
-        """OpCall `work(value)` where ops run as they were recorded: below autograd, autocast, transforms, modes and hooks."""
+        """Call `work(value)` where ops were recorded: below autograd, autocast, transforms, modes and hooks."""
         settings = with_settings(self.recording.settings) if self._has_other_settings else nullcontext()
         with (
             torch_private.without_functions(),
@@ -142,7 +140,7 @@ def _copied(argument: Any) -> Any:
 
 
 def _draw(call: OpCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a random op with the generator's state of the forward, and restore its current state."""
+    """Run a random op with its generator's state in the forward, and restore the current state."""
     assert call.notes is not None
     generator, state = call.notes.generator, call.notes.state
     assert generator is not None

@@ -1,8 +1,5 @@
-"""`BudgetStage`: what `MemoryBudget` does with each saved tensor: it stays, moves or is dropped.
-
-A forward is recorded until its steps are known. Then it follows what is known of the step as long as it saves what is expected:
-see [Note: what a steady step leaves out] in `steady_step`.
-"""
+"""`BudgetStage` lets each saved tensor stay, move or be dropped. A forward is recorded until its steps are known. Then it goes
+by the known step as long as it saves what is expected: see [Note: what a steady step leaves out] in `steady_step`."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class WatchedRecorder(Recorder):
-    """Records ops; calls a meter before and after each op, or notes the numbers of its values."""
+    """Calls a meter before and after each op, or notes the numbers of its values."""
 
     meter: Meter | None = None
     notes: StepNotes | None = None
@@ -77,16 +74,14 @@ class WatchedRecorder(Recorder):
 
 
 _UNPLANNED, _FORESEEN = 0.9, 0.97
-"""The fractions of the budget that a step without a plan may take at a save or a request. Temporaries and what is outside of
-the context come on top; if these are predicted, they are counted, and the second fraction applies."""
+"""A step without a plan may take this fraction of the budget at a save or a request. Temporaries and bytes outside of the
+context come on top; if they are predicted, they are counted, and the second fraction applies."""
 _OF_LOSS = 9
-"""Bytes left free behind the first forward for each byte that the module returns. A cross-entropy in float32 over bfloat16
-logits has these in both, their log-softmax, and the gradients of all of them."""
+"""Bytes left free behind the first forward for each byte that the module returns: a float32 cross-entropy over bfloat16 logits
+has float32 copies of these, their log-softmax, and all gradients."""
 
 
 class BudgetStage(RecordingStage):
-    """Keeps the saved values of a forward to a budget for the device."""
-
     _state: BudgetState
 
     def __init__(self, state: BudgetState, options: RematOptions, limits: Limits) -> None:
@@ -101,14 +96,12 @@ class BudgetStage(RecordingStage):
         self._foresight = state.foresight(find_report(state.tag))
         self._is_first = not len(state.traces)
         self._step: SteadyStep | None = None
-        """What is expected, as long as the step does not deviate."""
         self._steady: SteadySaves | None = None
         self._scheduled: ScheduledForward | None = None
         self._quiet: QuietFunctions | None = None
         self._due: SteadySave | None = None
-        """What is expected of the tensor that is being taken."""
         self._is_noted = self.is_recording = True
-        """Whether all saves so far were noted, and whether ops are recorded."""
+        """Saves so far were all noted; ops are recorded."""
         self._num_modes = torch_private.num_dispatch_modes()
         super().__init__(state, options)
 
@@ -132,14 +125,13 @@ class BudgetStage(RecordingStage):
         self._quiet = None  # it holds the recorder
 
     def follow_known(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """Return the pack hook for a step that is known."""
         forward, planned, trace = self._opened, self._planned_decider.planned, self._planned_decider.follower.trace
         state = self._state
         step = None if trace is None or planned is None else state.learning.steady_step(trace, planned)
         if step is None or forward is None or trace is None or state.learning.of(trace).shapes != state.shapes:
-            return take  # what is called with other shapes saves something else, and not all of it may be seen any more
+            return take  # with other shapes a call saves other tensors, perhaps not all seen
         self._step, self._notes = step, None
-        moves = step.moves if state.inside.are_alike else None  # else it would have to be known which block compiles
+        moves = step.moves if state.inside.are_alike else None  # else one would have to know which block compiles
         scheduled = None if moves is None else self._open_scheduled(moves, forward)
         if scheduled is not None:
             self._scheduled, self.is_recording = scheduled, False
@@ -246,7 +238,7 @@ class BudgetStage(RecordingStage):
         return learning.planned(trace, self._limits, device, base_bytes=self._base_bytes, coming_bytes=self._coming_bytes)
 
     def _limit_now(self, forward: PlannedForward | None = None) -> float:
-        """Return the most bytes that saved values and replays may take on the device now, besides all else that is there."""
+        """Return the most bytes that saved values and replays may take on the device now, beside all other bytes."""
         device, forward = self._device, forward or self._opened
         counter = None if device is None else device.memory_counter()
         if counter is None or forward is None:
@@ -315,7 +307,7 @@ class BudgetStage(RecordingStage):
 
     def _turn(self) -> RecordedForward:
         forward = super()._turn()
-        self._notes = None  # those are of a first forward alone
+        self._notes = None  # notes are only for a first forward
         self._watch(self._meter)
         self._record()
         return forward
@@ -326,7 +318,7 @@ class BudgetStage(RecordingStage):
             recorder.meter = meter
         recorder.notes = None
 
-    # What is expected
+    # Expected saves
 
     def _take_expected(self, tensor: Tensor, save: SteadySave) -> Any:
         with torch_private.without_python_dispatch(), self._lock:
@@ -349,8 +341,7 @@ class BudgetStage(RecordingStage):
                 self._due = None
 
     def _take_known(self, tensor: Tensor, save: SteadySave, forward: PlannedForward) -> Any:
-        """Return the handle of a tensor after doing what the plan says; None if it may be another value than expected, or has a
-        mark of the user's. Then it is taken as any other tensor."""
+        """Return the handle by the plan; None to take the tensor as any other: unexpected, or with a user's mark."""
         recording, expected, step, value = forward.recording, forward.recording.expected, self._step, save.value
         if step is None or expected is None or save.ordinal < 0 or forward.marks or forward.window.is_broken:
             return None
@@ -360,7 +351,7 @@ class BudgetStage(RecordingStage):
         storage, version = tensor.untyped_storage(), torch_private.version_of(tensor)
         ledger, node = forward.ledger, torch_private.node_number()
         if ledger.deaths or ledger.orphans:
-            ledger.sweep()  # ahead: a record whose handles have died is none any more
+            ledger.sweep()  # first: a record whose handles have died is gone
         record = forward.record_of(value)
         if recording.find(storage) != value or (version and version > num_writes(recording, value)):
             return None
@@ -384,8 +375,7 @@ class BudgetStage(RecordingStage):
         return handle
 
     def _keep(self, tensor: Tensor, save: SteadySave, forward: PlannedForward) -> Any:
-        """Return the handle of a tensor that stays, after doing what is due with other values; None if replays are to read it
-        and it may be another value than expected."""
+        """Return the handle of a tensor that stays; None if replays read it and it may be an unexpected value."""
         version, device, handle = torch_private.version_of(tensor), forward.ledger.device, None
         if save.is_read:
             if not is_range_of_bytes(tensor):
@@ -402,7 +392,7 @@ class BudgetStage(RecordingStage):
             forward.pass_save(torch_private.node_number(), save.ordinal)
         return (tensor.detach(), version) if handle is None else handle
 
-    # What is not
+    # Other saves
 
     def _take_other(self, take: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         if self._step is not None and torch_private.backward_task() == -1:
@@ -427,7 +417,7 @@ class BudgetStage(RecordingStage):
             self._quiet.stop()
         if scheduled is not None:
             scheduled.stop()
-            self._foresight = None if scheduled.num_saves else self._foresight  # it would be asked of other saves
+            self._foresight = None if scheduled.num_saves else self._foresight  # it would not fit the saves
         if self._step is None or forward is None or (forward.task != -1 and self._is_complete):
             return  # another forward begins
         self._step = self._steady = forward.requests = None
@@ -449,8 +439,8 @@ class BudgetStage(RecordingStage):
         self._record()
 
     def _record(self) -> None:
-        """Record ops from here on, unless a dispatch mode was entered since that must be left first, or something may be
-        compiled, before which the recorder must be on."""
+        """Record ops, unless a mode entered since must be left first, or code may compile, before which recording must
+        begin."""
         if not self.is_recording and torch_private.num_dispatch_modes() == self._num_modes and not dynamo_is_loaded():
             self.is_recording = True
             self.recorder.__enter__()
@@ -468,7 +458,7 @@ class BudgetStage(RecordingStage):
             return self._take_unrecorded(tensor)
         if notes is None or forward is None:
             return self._take_any(tensor, action)
-        with torch_private.without_functions():  # what is done here is none of the forward's
+        with torch_private.without_functions():  # ops here are no part of the forward
             num_before = len(forward.saves)
             handle = self._take_any(tensor, action)
             notes.note(tensor, forward, num_before)
@@ -478,7 +468,7 @@ class BudgetStage(RecordingStage):
         opened = self._opened
         if opened is None or opened.schedule is None or type(tensor) is not Tensor or is_traced():
             return super().take(tensor, action)
-        # What follows a plan so far is not saved by code that was compiled and not found: that would have shown no op.
+        # Compiled code that was not found saves nothing here: it would have shown no op, and a plan is followed so far.
         with torch_private.without_python_dispatch():
             return self._take_locked(tensor)
 
@@ -512,7 +502,7 @@ class BudgetStage(RecordingStage):
             opened.follow(planned)
             self.counts.follows_plan = planned is not None
             state, trace = self._state, decider.follower.trace
-            is_of_other = state.judged is not None and save == 0  # its peak says nothing of the plan that it has left
+            is_of_other = state.judged is not None and save == 0  # its peak says nothing about the plan from which it deviated
             state.judged = (trace, planned) if is_of_other and trace is not None and planned is not None else None
 
     def _scale_foresight(self, foresight: Foresight | None) -> None:
@@ -526,7 +516,7 @@ class BudgetStage(RecordingStage):
         self._meter = self._opened = self._notes = None
         self._watch(None)
         if not learn:
-            state.judged = None  # what broke off says nothing of its plan
+            state.judged = None  # a failed step says nothing about its plan
         if learn and was_forward and not len(state.traces):
             roots = [root.tensor() for root in forward.recording.roots.values()]
             parameters = {id(tensor): tensor for tensor in roots if isinstance(tensor, nn.Parameter)}
@@ -557,7 +547,7 @@ class BudgetStage(RecordingStage):
             state.settled = Settled(options=self._options, budget_bytes=most_bytes)
 
     def _leave_room_behind(self, forward: PlannedForward, meter: Meter) -> None:
-        """After a first forward, move saved values so that there is memory for what follows, of which nothing is known."""
+        """After a first forward, move saved values to make room for the unknown rest of the step."""
         counter = None if self._device is None else self._device.memory_counter()
         if counter is not None and (self._foresight is None or not self._foresight.is_whole):
             room_bytes = self._allowed_bytes - _OF_LOSS * meter.returned_bytes
@@ -592,7 +582,7 @@ class BudgetStage(RecordingStage):
 
     def end(self, *, has_failed: bool) -> None:
         super().end(has_failed=has_failed)
-        decider = self.__dict__.pop("_planned_decider", None)  # it asks this, and so holds it
+        decider = self.__dict__.pop("_planned_decider", None)  # the decider refers to this stage: break the cycle
         if not has_failed and decider is not None and decider.follows_plan and decider.planned.exceeds_budget:
             self._state.note_in_vain(had_plan=True)
 

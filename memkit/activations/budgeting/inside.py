@@ -1,8 +1,6 @@
-"""Chooses the `activation_memory_budget` that each class of compiled blocks is compiled with: what they recompute inside.
-
-It is chosen before the first call of a class, and so before the compilation. For a few values, the compiler's partitioner tells
-what a block would save and recompute. What it saves is then moved, or the whole block recomputed, as the plan decides later.
-"""
+"""Chooses the `activation_memory_budget` of each class of compiled blocks, before the first call compiles it. For a few
+budgets, the compiler's partitioner tells what a block would save and recompute inside. The plan later moves what blocks save,
+or recomputes whole blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 _VALUES = (1.0, 0.5, 0.3)
 _HIDDEN = 0.5
-"""The fraction of the forward of the blocks during which copies are assumed to run beside them."""
+"""Copies are assumed to run beside this fraction of the blocks' forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +36,11 @@ class Room:
 
 
 RoomOf = Callable[[torch.device, torch.dtype], "Room | None"]
-"""Returns the `Room` on a device, for blocks that compute in a dtype; None if it is not known."""
 
 
 def num_like(block: nn.Module, others: Iterable[nn.Module]) -> float:
-    """Return how many blocks like `block` would save as much as all blocks of its class among `others`. Models often double the
-    width from stage to stage and halve the resolution: such a block saves half as much and has four times the parameters, so a
+    """Return how many blocks like `block` would save as much as all of its class among `others`. From stage to stage, models
+    often double the width and halve the resolution: such a block saves half as much and has four times the parameters. So a
     block with more parameters counts as the square root of the ratio. One with fewer counts as one: the block called first is
     mostly of an early stage."""
     own_numel = _num_parameters(block)
@@ -56,9 +53,9 @@ def _num_parameters(block: nn.Module) -> int:
 
 
 def best_partition(partitions: Sequence[Partition], num_blocks: float, room: Room) -> Partition:
-    """Return the partition with which a step with this many blocks takes the least time, estimated from FLOPs and bytes; the
-    first of equally fast ones. What the blocks save beyond the room moves to the host, hidden behind part of their forward; for
-    the rest, the step waits for the copies, or recomputes whole blocks."""
+    """Return the first partition with the least time for so many blocks, estimated from FLOPs and bytes. Saved bytes beyond the
+    room move to the host, hidden behind part of the forward; for the rest, the step waits for the copies or recomputes whole
+    blocks."""
 
     def more_s(partition: Partition) -> float:
         forward_s = partition.forward_flops / room.flops_per_s + 2 * partition.saved_bytes / room.memory_bytes_per_s
@@ -85,7 +82,7 @@ class InsideBudgets:
         value = next(iter(self.chosen.values()), None) if self.are_alike else None
         if value is None:
             return nullcontext()
-        from functorch.compile import config  # type: ignore[import-untyped]  # loaded by what has compiled them
+        from functorch.compile import config  # type: ignore[import-untyped]  # the compiler has loaded it
 
         found: AbstractContextManager[object] = config.patch(activation_memory_budget=value)
         return found
@@ -94,8 +91,8 @@ class InsideBudgets:
     def setting(
         self, module: nn.Module, args: Any, kwargs: Any, found: Collection[nn.Module], *, room: RoomOf
     ) -> Iterator[None]:
-        """A context for one call of a compiled module, in which it is compiled with its budget, if it is compiled."""
-        from functorch.compile import config  # loaded by what compiles the module
+        """Around one call of a compiled module: if this compiles it, it is compiled with its budget."""
+        from functorch.compile import config  # the module's compiler loads it
 
         block = module_inside(module) or module
         kind = type(block)
@@ -124,16 +121,16 @@ def _choose(block: nn.Module, args: Any, kwargs: Any, num_blocks: float, room_of
     is_cast = torch.is_autocast_enabled(own.device.type)
     try:
         room = room_of(own.device, torch.get_autocast_dtype(own.device.type) if is_cast else own.dtype)
-    except torch.OutOfMemoryError:  # there is none to measure the device with
+    except torch.OutOfMemoryError:  # there is nothing to measure the device with
         return None
     if room is None:
         return None
-    from memkit.profile.partitions import partitions  # only now: it loads what traces
+    from memkit.profile.partitions import partitions  # imported here, since it loads the tracer
 
     name = type(block).__name__
     try:
         found = partitions(block, args, kwargs, _VALUES)
-    except RuntimeError as error:  # it is compiled as it would be without
+    except RuntimeError as error:  # it is compiled as without a budget
         _LOGGER.info("MemoryBudget: no activation_memory_budget is chosen for %s: %s", name, error)
         return None
     best = best_partition(found, num_blocks, room)

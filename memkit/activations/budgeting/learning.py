@@ -1,7 +1,4 @@
-"""`Learning`: what `MemoryBudget` learns under a tag: measurements of steps, plans for them, and how well these predict.
-
-Also what steps do by a plan, and the decider that goes by it.
-"""
+"""`Learning`: measurements and plans of steps under a tag; also the moments of planned steps, and their decider."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedMoments:
-    """What a step does that follows a plan. Values are those of the step's lineage."""
+    """When values are copied, freed and fetched in a step that follows a plan. Values are numbered by the step's lineage."""
 
     actions: Mapping[int, Action]
     retained: frozenset[int]
@@ -49,16 +46,15 @@ class PlannedMoments:
     copies: Mapping[int, tuple[int, ...]]
     """By save, the anchors whose copies to the host begin there."""
     lets_go: Mapping[int, tuple[int, ...]]
-    """By save, the values that are freed on the device there, after waiting for their copies; the number of saves stands for
-    the first request."""
+    """By save, the values that are freed there after their copies; the number of saves is the first request."""
     fetches: Mapping[int, tuple[int, ...]]
-    """By request, the values whose copies back begin there, in the order in which they are needed."""
+    """By request, the values whose copies back begin there, in the order of need."""
     releases: Mapping[int, tuple[int, ...]]
     """By request, the values held for replays that no replay from there on reads."""
     held_until: Mapping[int, int]
-    """For each value that replays read, the last request whose replay reads it."""
+    """The last request whose replay reads a value."""
     stays: Mapping[int, frozenset[int]]
-    """For each recomputed value, the intermediate values that are kept as well."""
+    """For each recomputed value, the intermediate values that are kept too."""
     num_saves: int
     moving_bytes: int
 
@@ -110,10 +106,9 @@ class Planned:
     plan: MemoryPlan
     schedule: PlannedMoments
     allowed_bytes: int
-    """The most bytes that the step may take: the budget without the headroom."""
+    """The most bytes for the step: the budget without the headroom."""
     headroom_bytes: int = 0
-    """The part of the free bytes that is for what steps take beyond the prediction. It is used if there is no plan
-    otherwise."""
+    """Free bytes for steps that exceed the prediction. Without any other plan, the plan uses them."""
 
     @property
     def exceeds_budget(self) -> bool:
@@ -129,29 +124,24 @@ class LearnedStep:
     plans: dict[int, Planned] = field(default_factory=dict)
     given: Planned | None = None
     over_bytes: int = 0
-    """By how many bytes steps exceeded the prediction."""
+    """The bytes by which steps exceeded the prediction."""
     num_replans: int = 0
     num_links: int = 0
-    """How often the bandwidth turned out to differ from that in the plan."""
     num_judged: int = 0
     rates: list[tuple[float, float]] = field(default_factory=list)
     """Bandwidths in the first steps of a plan, from and to the device, in bytes per second."""
     has_scaled: bool = False
-    """Whether the seconds of ops were scaled to the measured seconds of steps."""
     steady: SteadyStep | None = None
     shapes: Shapes | None = None
     noted: Planned | None = None
-    """The plan that the last noted step followed, whether or not its notes were of use."""
     num_left: int = 0
-    """How many steps began as steady ones and deviated."""
     may_be_quiet: bool = True
-    """Whether functions may be followed rather than ops: not after a step that did so has deviated."""
+    """Functions may be followed rather than ops: not after such a step has deviated."""
     has_chosen: bool = False
-    """Whether it was already decided which ways are to be timed."""
 
 
 class PlannedDecider(Decider):
-    """Decides for each save of one forward, by a plan, or without one by the score and what the device has room for."""
+    """Decides for each save by a plan; without one, by the score and the room on the device."""
 
     def __init__(self, traces: Traces, plan_of: Callable[[Trace], Planned | None], limit_bytes: Callable[[], float]) -> None:
         super().__init__(Follower(traces))
@@ -173,7 +163,6 @@ class PlannedDecider(Decider):
         self.grow()
 
     def leave(self) -> None:
-        """Follow no plan from here on, since the step deviates from it."""
         self.follower.give_up()
         self._change_plan()
 
@@ -193,7 +182,7 @@ def search(
     warn: Callable[[str], None] | None,
     reserved_bytes: int,
 ) -> MemoryPlan:
-    """Return a plan; without the headroom if there is none with it."""
+    """Return a plan; if there is none with the headroom, one without it."""
     try:
         is_roomy = planner.least().peak_bytes <= allowed_bytes
         return planner.plan(allowed_bytes if is_roomy else allowed_bytes + headroom_bytes)
@@ -217,7 +206,7 @@ _OF_LINK = 0.9
 """Plans use this fraction of the link's measured bandwidth, since other processes may use the link too."""
 _PROBED_BYTES = 64 * 2**20
 _NO_LINK = Link(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0)
-"""With it no plan moves anything, unless there is no other."""
+"""With this link, a plan moves nothing unless there is no other plan."""
 _links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
 
 
@@ -225,9 +214,7 @@ class PlannedLink:
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
         self.known: GpuSpec | None = None
-        """What plans are made with; None before the first one."""
         self.has_host = True
-        """Whether there is host memory to move to, as far as is known."""
 
     def spec(self, device: Device) -> GpuSpec:
         if self.known is None:
@@ -249,7 +236,7 @@ class PlannedLink:
         return self.known
 
     def _link_of(self, device: Device) -> Link:
-        """Return the speed of copies, as good as none where they free nothing or there is no host memory for them."""
+        """Return the speed of copies: nearly none where they free nothing or have no host memory."""
         if device.has_own_memory and self.has_host and device not in _links:
             try:
                 _links[device] = measure_link(device, num_bytes=_PROBED_BYTES)
@@ -258,7 +245,7 @@ class PlannedLink:
         return _links[device] if device.has_own_memory and self.has_host else _NO_LINK
 
     def note_no_host(self, error: HostMemoryError) -> None:
-        """Warn that there is no host memory for a saved tensor. Later plans move none, so that they keep to the budget."""
+        """Warn that a saved tensor found no host memory. Later plans move none, so that they keep to the budget."""
         self._warn("host", f"saved tensors stay on the device, since there is no host memory for them: {error}")
         self.has_host, self.known = False, None
 
@@ -266,28 +253,24 @@ class PlannedLink:
 _LOGGER = logging.getLogger(__name__)
 _MOST_REPLANS = 3
 _HEADROOM = 0.01
-"""The fraction of a budget that is left free, for differences between steps."""
 _IN_STEPS, _MOST_LINKS = 0.98, 8
-"""Plans use this fraction of the bandwidth that steps have shown, and correct it at most this often."""
+"""Plans use this fraction of the bandwidth in steps, and correct it at most this often."""
 _OTHER_LINK, _QUITE_OTHER_LINK = 0.05, 0.2
-"""By how much the bandwidth may differ from that in the plan: for the median of the first steps of a plan, and for a single
-step."""
+"""The bandwidth may differ from the plan's by so much: in the median of a plan's first steps, and in a single step."""
 _TOLERANCE = 1.5
-"""These differences grow by this factor with each correction."""
+"""Each correction multiplies the permitted difference."""
 _STEPS_JUDGED = 3
-"""How many of the first steps of each plan are checked."""
 _AS_PREDICTED = 1.03
 """Steps that take at most this many times the predicted seconds are not limited by the host."""
 _JUDGED_EVERY = 4
-"""Of later steps, one in this many is checked."""
 _MOST_LEFT = 2
-"""After this many deviating steps, steps are no longer treated as steady: all saves are noted and all ops recorded."""
+"""After so many deviating steps, no step is treated as steady: all saves are noted and all ops recorded."""
 _HANDLING_S = 1e-4
-"""Host seconds for each value that is moved or recomputed, in plans for steps that the host limits."""
+"""Host seconds for each moved or recomputed value, in plans for steps that the host limits."""
 _LESS = 0.97
 """Steps below this fraction of the predicted seconds show that ops were measured too slow."""
 _MORE_BESIDE = 0.005
-"""By this fraction of the budget, the bytes beside the step may exceed those planned with."""
+"""The bytes beside the step may exceed those planned with by this fraction of the budget."""
 
 
 class Learning:
@@ -298,7 +281,6 @@ class Learning:
         self._last: Planned | None = None
         self.num_plans = self.num_ended = 0
         self.first: tuple[Trace, Meter] | None = None
-        """The meter of the first step. Its times are not those of later steps."""
         self._last_times: list[tuple[Event, Event]] = []
 
     @property
@@ -312,7 +294,6 @@ class Learning:
         return trace.learned
 
     def wants_measure(self, trace: Trace | None, limits: Limits) -> bool:
-        """Tell whether a step like a trace is to be measured: the second one is."""
         if trace is None or limits.plan is not None:
             return False
         learned = self.of(trace)
@@ -342,7 +323,7 @@ class Learning:
             if learned.planner is None:
                 return None
             if not self.link.has_host and learned.planner.problem.gpu.is_measured:
-                learned.over_bytes = 0  # of steps whose copies found no room
+                learned.over_bytes = 0  # for steps whose copies found no room
                 _plan_anew(learned, self.link.spec(device))
             found = self._plan(trace.ops, learned.planner, learned, limits, device, base_bytes, coming_bytes)
         self._last = found
@@ -398,7 +379,7 @@ class Learning:
         return found
 
     def steady_step(self, trace: Trace, planned: Planned) -> SteadyStep | None:
-        """Return what a step like a trace saves under a plan; None if it is not known, or not the same each time."""
+        """Return the saves of a step like a trace under a plan; None if they are unknown or vary."""
         learned = self.of(trace)
         steady = learned.steady
         if steady is None or steady.planned is not planned or learned.num_left >= _MOST_LEFT:
@@ -430,22 +411,22 @@ class Learning:
         learned.num_left += 1
 
     def count_followed(self, trace: Trace) -> tuple[bool, bool]:
-        """Count a step that follows a plan. Return whether to check it, and whether it is one of the first few, which all
-        are: then one in `_JUDGED_EVERY` is."""
+        """Count a step that follows a plan. Return whether to check it, and whether it is one of the first few. All of these
+        are checked, then one in `_JUDGED_EVERY`."""
         learned = self.of(trace)
         learned.num_judged += 1
         is_new = learned.num_judged <= _STEPS_JUDGED
         return learned.given is None and (is_new or learned.num_judged % _JUDGED_EVERY == 0), is_new
 
     def note_link(self, trace: Trace, out_bytes_per_s: float | None, back_bytes_per_s: float | None) -> None:
-        """Note the bandwidth of a step. Plan anew if it differs from that in the plan, as when others use the link as well."""
+        """Note the bandwidth of a step. Plan anew if the plan's differs, as when others use the link as well."""
         learned, link = self.of(trace), self.link.known
         if link is None or not link.is_measured or learned.planner is None:
             return
         if out_bytes_per_s is None or back_bytes_per_s is None:
             return
         found = _IN_STEPS * out_bytes_per_s, _IN_STEPS * back_bytes_per_s
-        tolerance = _TOLERANCE**learned.num_links  # where others take what they like of it, no plan is for long
+        tolerance = _TOLERANCE**learned.num_links  # if others use the link as well, no plan lasts
         least = _QUITE_OTHER_LINK * tolerance
         if len(learned.rates) < _STEPS_JUDGED:
             learned.rates.append(found)
@@ -461,7 +442,7 @@ class Learning:
             learned.num_links += 1
 
     def judge(self, trace: Trace, planned: Planned, peak_bytes: int | None, limits: Limits) -> bool:
-        """Plan anew if the peak of a step exceeded the budget. Return whether it did after all plans that may be made."""
+        """Plan anew if a step's peak exceeded the budget. Return whether it did after the last permitted plan."""
         learned, plan = self.of(trace), planned.plan
         self._scale(learned, plan)
         budget_bytes = self.budget_bytes(trace, limits)
@@ -488,8 +469,7 @@ class Learning:
     def ways_of(
         self, trace: Trace | None, device: Device | None, choices_of: Callable[[Trace, torch.device], Sequence[RegionNeeds]]
     ) -> Ways | None:
-        """Return what times the ways to keep to the budget; None if there is no choice, or nothing to gain: where the host
-        computes, the time of a plan is known."""
+        """Return the timer of ways; None without a choice or a gain: a plan's time is known where the host computes."""
         learned = None if trace is None else self.of(trace)
         if learned is None or learned.planner is None or not learned.has_scaled or learned.has_chosen:
             return None
@@ -510,9 +490,9 @@ class Learning:
         return ways_within(problem, choices, allowed_bytes, headroom_bytes, bytes_per_s, counter)
 
     def _scale(self, learned: LearnedStep, plan: MemoryPlan) -> None:
-        """Scale the seconds of ops to those of steps. If steps took less than the sum of their ops, the device was waiting for
-        the host during the measurement. If they took more, it waits for the host in each step, and fewer values should be
-        handled."""
+        """Scale the seconds of ops to those of steps. If steps took less than the sum of their ops, the device waited for the
+        host during the measurement. If they took more, it waits for the host in each step, and plans should handle fewer
+        values."""
         step_s = self.fastest_step_s()
         if learned.has_scaled or learned.planner is None or step_s is None or learned.num_judged < _STEPS_JUDGED:
             return
@@ -562,7 +542,6 @@ def last_s(times: Sequence[tuple[Event, Event]]) -> float | None:
 
 
 def _has_own_clock(problem: Problem) -> bool:
-    """Tell whether the device runs asynchronously, so that the host may limit it."""
     return problem.trace.target != "cpu"
 
 

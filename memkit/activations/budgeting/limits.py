@@ -1,4 +1,4 @@
-"""What a device budget leaves for saved tensors: what else is there, what a step took, which optimizer states are to come."""
+"""The part of a device budget that saved tensors may take, beside other bytes, the step's own and coming optimizer states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 _RESERVED_PER_ALLOCATED = 1.10
-"""Ratio of reserved to allocated bytes, until it is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,8 @@ class StepPeak:
     """The most bytes on the device from the entry of a step to the end of its backward.
 
     It is read as the backward ends, before anyone resets the counter between two steps. The counter is the user's as well, so
-    only steps that teach something reset it. In any other step the peak is known only where it is higher than all before."""
+    only steps that teach something reset it. In any other step the peak is known only where it exceeds all before.
+    """
 
     def __init__(self, counter: MemoryCounter, *, resets: bool) -> None:
         if resets:
@@ -58,7 +58,7 @@ class StepPeak:
         self._base_bytes = counter.allocated_bytes() if resets else 0
         self._held_bytes = 0
         self.num_bytes: int | None = None
-        """The peak, once the backward has ended; None where it is not known."""
+        """None before the backward has ended, and where the peak is not known."""
         self.is_over = False
 
     def end_forward(self) -> None:
@@ -66,8 +66,7 @@ class StepPeak:
             self._held_bytes = self._counter.allocated_bytes()
 
     def foretold_bytes(self) -> int | None:
-        """Return the peak of a step whose forward has just ended, as if all had grown as what that left on the device; None if
-        not known."""
+        """Predict a peak once a forward is over: the known peak, scaled by the bytes left; None if unknown."""
         own_bytes = self._held_bytes - self._base_bytes
         if self.num_bytes is None or own_bytes <= 0:
             return None
@@ -82,14 +81,13 @@ class StepPeak:
 
 
 UNKNOWN_STATE_BYTES = 8
-"""Bytes left free for each element of a trainable parameter if no optimizer is known: two float32 states, as those of
-`torch.optim.AdamW`."""
+"""Bytes for each element of a trainable parameter without a known optimizer: two float32 states, as in `torch.optim.AdamW`."""
 
 
 def coming_state_bytes(optimizer: torch.optim.Optimizer, kind: str | None = None) -> int:
-    """Return the bytes of the states that the next step of an optimizer will make, on a `kind` of device or on all: as a step
-    of a copy tells (`kept_states`), or 8 bytes per element if that fails. Of a `DTensor`, this rank's part counts; with a
-    `StateOffload`, only states that stay on the device."""
+    """Return the bytes of the states that an optimizer's next step will make, on a `kind` of device or on all: by a step of a
+    copy (`kept_states`), or 8 bytes per element if that fails. A `DTensor` counts with this rank's part; with a `StateOffload`,
+    only states that stay on the device count."""
     if optimizer in with_offloaded_states:
         return with_offloaded_states[optimizer]()
     waiting = [
@@ -106,22 +104,20 @@ def coming_state_bytes(optimizer: torch.optim.Optimizer, kind: str | None = None
 
 
 class ComingStates:
-    """The bytes of the states that an optimizer has yet to make. If the optimizer is not known, a change of the parameters
-    tells that one has stepped."""
+    """The bytes of the states yet to be made. Of an unknown optimizer, changed parameters tell that it has stepped."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._num_bytes = dict[str | None, int]()
         self._trained: list[KeptHandle] | None = None
-        """Of two of the parameters, without their bytes. They are checked before each forward until an optimizer has stepped;
-        not every loop has one."""
+        """Two parameters without bytes, checked before each forward until an optimizer has stepped, if ever."""
         self._is_over = False
 
     def is_of(self, optimizer: torch.optim.Optimizer | None) -> bool:
         return optimizer is (None if self.optimizer is None else self.optimizer())
 
     def note_trained(self, parameters: Iterable[Tensor]) -> None:
-        """Note the parameters that a first forward has read. Of sharded ones, this rank's part counts."""
+        """Note the parameters that a first forward has read. Sharded ones count with this rank's part."""
         found = [parameter for parameter in parameters if parameter.requires_grad]
         if self.optimizer is not None or self._trained is not None or not found:
             return
@@ -129,13 +125,13 @@ class ComingStates:
             num_bytes, kind = UNKNOWN_STATE_BYTES * local_of(parameter).numel(), parameter.device.type
             for each in (None, kind):
                 self._num_bytes[each] = self._num_bytes.get(each, 0) + num_bytes
-        # In a shard, an op on it counts there, and one on its local tensor there.
+        # A sharded tensor and its local tensor each count the writes to themselves.
         few = found[0], found[-1]
         watched = {id(tensor): tensor for parameter in few for tensor in (parameter, local_of(parameter))}
         self._trained = [_counting(tensor) for tensor in watched.values()]
 
     def num_bytes(self, kind: str | None = None) -> int:
-        """Return the bytes on a type of device. Cheap once the states exist, since this is called before each forward."""
+        """Return the bytes on a type of device: cheap once the states exist, since each forward calls this."""
         self._is_over = self._is_over or self._have_come()
         if self._is_over:
             return 0
@@ -152,8 +148,8 @@ class ComingStates:
 
 
 def _counting(tensor: Tensor) -> KeptHandle:
-    """Return a handle that only counts the writes to a tensor. Torch swaps no tensor that has a weak reference."""
-    with torch_private.without_python_dispatch():  # then that of a wrapper wraps nothing
+    """Return a handle that only counts the writes to a tensor, since torch swaps no tensor that has a weak reference."""
+    with torch_private.without_python_dispatch():  # a wrapper's detached tensor then wraps nothing
         handle = KeptHandle(tensor)
     if not has_own_dispatch(tensor):
         handle.alias.data = nothing(tensor.dtype, tensor.device)

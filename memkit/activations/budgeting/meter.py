@@ -1,8 +1,6 @@
-"""`Meter`: measures one step: the allocator's peak at each op of the forward and between requests of the backward, and seconds.
-
-Bytes are those of the plain step: bytes that the step has freed for the budget are added, bytes that only memkit holds are
-subtracted. So a step can be measured while a budget is kept.
-"""
+"""`Meter` measures one step: seconds, and the allocator's peak at each op of the forward and between requests of the backward.
+Bytes are the plain step's: those freed for the budget are added, memkit's own subtracted, so a step can be measured under a
+budget."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
 _OPAQUE = "a compiled block"
 _PYTHONS = 1
-"""The number of users that a storage's own Python object counts for."""
+"""A storage's own Python object counts for so many users."""
 
 
 class Meter:
@@ -38,8 +36,8 @@ class Meter:
         self._forward = weakref.proxy(forward)
         self.base_bytes = 0 if counter is None else counter.allocated_bytes()
         self.live_bytes: list[int] = []
-        """Bytes beyond the base, in the plain step: the peak during each op of the forward, then from the end of the forward to
-        the first request of the backward, then from each request to the next, or to the end."""
+        """Bytes beyond the base, in the plain step: the peak during each op of the forward, then up to the first request of the
+        backward, then from each request to the next, or to the end."""
         self.names: list[str] = []
         self.op_places: list[int] = []
         """For each op that can run again, its index among all ops."""
@@ -56,15 +54,13 @@ class Meter:
         self._begun: Event | None = None
         self._may_be_opaque = dynamo_is_loaded()
         self._last = self._begin_opaque()
-        """The end of the last op. A region without recorded ops, as a compiled block, may begin here."""
+        """The end of the last op. An unrecorded region, such as a compiled block, may begin here."""
         self._opaque = set[int]()
         self._opaque_times: list[tuple[int, list[tuple[Event, Event]]]] = []
         self._since: list[tuple[Event, Event]] = []
-        """Start and end of what ran since the last op, without the time that saves took."""
+        """Start and end of spans since the last op, without the time of saves."""
         self._beside_bytes = 0
-        """Bytes to add to the next measurement."""
         self.returned_bytes = 0
-        """Bytes that the last op returned: at the end of the forward, mostly its output."""
         if counter is not None:
             counter.reset_peak()
 
@@ -76,7 +72,7 @@ class Meter:
     def begin_op(self) -> None:
         self._note_released()
         if self._counter is not None:
-            self._counter.reset_peak()  # what a save has dropped by now counts once
+            self._counter.reset_peak()  # bytes that a save has dropped by now count once
 
     def _note_released(self) -> None:
         place, gone = len(self.live_bytes), []
@@ -119,7 +115,7 @@ class Meter:
             self._last = self._begin_opaque()
 
     def _end_opaque(self, value: int) -> None:
-        """Count what made a saved value without recorded ops, such as a compiled block, as an op."""
+        """Count the unrecorded maker of a saved value, such as a compiled block, as an op."""
         self._note_released()
         place, record = len(self.live_bytes), self._forward.record_of(value)
         self._note_peak()
@@ -170,12 +166,12 @@ class Meter:
             self._begun, self.is_whole = None, len(self.uses) + 1 == len(self._events)
 
     def opaque_s(self) -> dict[int, float]:
-        """Return the seconds of what was counted as an op without being recorded, by its index. Makes the host wait."""
+        """Return the seconds of unrecorded ops by index. The host waits."""
         self._device.synchronize()
         return {place: sum(begin.elapsed_s(end) for begin, end in times) for place, times in self._opaque_times}
 
     def stretches_s(self) -> list[float]:
-        """Return the seconds from the end of the forward to the first request, and between requests. Makes the host wait."""
+        """Return the seconds from the end of the forward to the first request, and between requests. The host waits."""
         self._device.synchronize()
         return [begin.elapsed_s(end) for begin, end in self._events]
 
@@ -192,7 +188,7 @@ class Meter:
         counter.reset_peak()
 
     def _note_beside(self) -> None:
-        """Note the bytes that the plain step would have on the device and this step has not, less those only memkit holds."""
+        """Note the bytes that only the plain step would have on the device, less those that only memkit holds."""
         forward = self._forward
         gone_bytes = sum(record.num_bytes for record in forward.records() if not _is_there(record))
         self._beside_bytes = gone_bytes - forward.extra_bytes
@@ -202,27 +198,27 @@ def _is_there(record: Record) -> bool:
     return record.residency in ON_DEVICE or record.original() is not None
 
 
-# The trace of a measured step, and what a step of other sizes will take
+# The trace of a measured step, and the prediction for other sizes
 
 _CONVOLUTIONS = (OpKind.CONVOLUTION, OpKind.CONVOLUTION_OF_FEW)
 
 
 class Foresight:
     """The most bytes beside the base and the values saved so far, from each save to the next, and from each request to the
-    next. A convolution on CUDA counts a workspace as large as what it reads and writes, which a run without data doesn't show.
-    `is_whole` says whether the trace includes the loss."""
+    next. A convolution on CUDA counts a workspace as large as its inputs and outputs, which a run without data doesn't show.
+    `is_whole`: the trace includes the loss."""
 
     def __init__(self, trace: StepTrace, *, is_whole: bool = True) -> None:
         self.is_whole = is_whole
         self._factor = 0.0
-        """The factor of all figures; 0 if the sizes are the same as in the trace."""
+        """Scales all figures; 0 if the sizes are the trace's."""
         num_bytes = trace.step.lineage.num_bytes
         self._sizes_bytes = [num_bytes[value] for value in trace.step.saves]
         held = [0] * (len(trace.ops) + 1)
         first = dict(zip(reversed(trace.step.saves), reversed(trace.save_places), strict=True))
         for value, place in first.items():
             life = trace.lifetimes.get(value)
-            if life is not None and place < life.freed_at:  # until it is saved, nobody knows that it will be
+            if life is not None and place < life.freed_at:  # before the save, nobody knows of it
                 held[min(max(place, 0), len(trace.ops))] += num_bytes[value]
                 held[min(life.freed_at, len(trace.ops))] -= num_bytes[value]
         beside, there = [], 0
@@ -245,8 +241,7 @@ class Foresight:
         return num_bytes == size_bytes if not self._factor else num_bytes <= self._factor * size_bytes
 
     def scaled(self, save: int, num_bytes: int) -> Foresight | None:
-        """Return the prediction for a step of other sizes: larger in proportion to a save, but at least as large; None if none
-        was predicted."""
+        """Return the prediction for other sizes: in proportion to a save, if larger; None if none was predicted."""
         if save >= len(self._sizes_bytes) or not self._sizes_bytes[save]:
             return None
         found = copy(self)
@@ -254,7 +249,6 @@ class Foresight:
         return found
 
     def after_save(self, num_saves: int) -> int:
-        """Return the most bytes after `num_saves` saves, up to the next save or the first request."""
         return self._of(self._saves, num_saves)
 
     def after_request(self, num_requests: int) -> int:
@@ -266,7 +260,7 @@ class Foresight:
 
 
 def _most_between(places: Sequence[int], beside: Sequence[int], end: int) -> list[int]:
-    """Return for each place the most bytes from there to the next different place, or to the end."""
+    """For each place, return the most bytes up to the next different place, or to the end."""
     found = []
     for place in places:
         after = bisect_left(places, place + 1)
@@ -340,6 +334,5 @@ def _work(name: str) -> OpWork:
 
 
 def is_other_link(link: GpuSpec, found: tuple[float, float], least: float) -> bool:
-    """Tell whether the bandwidth in either direction differs from that in the plan by at least the fraction `least`."""
     planned = link.d2h_bytes_per_s, link.h2d_bytes_per_s
     return any(max(rate / known, known / rate) - 1 > least for rate, known in zip(found, planned, strict=True) if rate > 0)

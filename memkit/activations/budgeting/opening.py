@@ -1,5 +1,4 @@
-"""Begins a forward under a budget, in one of three ways: nothing is done since all fits, or regions are recomputed, or a plan
-of single ops and copies is followed."""
+"""Begins a forward under a budget: idle since all fits, with regions, or by a plan of single ops and copies."""
 
 from __future__ import annotations
 
@@ -28,12 +27,10 @@ if TYPE_CHECKING:
 
 
 _MOST_REPLAYED = 30
-"""Where a step has run so many times its ops again, later steps are not recorded."""
+"""A step that ran its ops again so many times is not recorded later on."""
 
 
 class _StepClock(TimedWays):
-    """Times a step that recomputes regions, from its entry to the end of its backward."""
-
     def __init__(self, state: BudgetState, device: Device, begun: Event) -> None:
         super().__init__(is_open=False)
         self._state, self._begun, self._peak = state, (device, begun), state.peak
@@ -53,7 +50,7 @@ class _StepClock(TimedWays):
 
 
 def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Shapes | None) -> HookPair | None:
-    """Set the stages of the entry of a context; return the hooks that it needs, None for its own."""
+    """Set the stages of a context's entry; return its hooks, None for the entry's own."""
     state = budget_states.open(entry.tag)
     with state.lock:
         state.num_iterations += 1
@@ -71,15 +68,15 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
         state.regions_tag = state.copies_tag = None
         if state.is_recorded and state.counts.num_replayed_ops > _MOST_REPLAYED * state.counts.num_ops:
             state.note_in_vain(had_plan=False, is_enough=True)
-        may_be_regions = ways is not None and not ways.is_decided  # which keep to the budget, where they can
+        may_be_regions = ways is not None and not ways.is_decided  # regions keep to the budget where they can
         if state.gives_up_plans and limits.plan is None and not may_be_regions:
-            from memkit.activations.recomputing.unrecorded import open_layers  # only now: what it needs is a long way down
+            from memkit.activations.recomputing.unrecorded import open_layers  # imported here, since its imports are many
 
             layers = open_layers(state, None, takes_less=state.learning.takes_less)
             if layers is not None:
                 state.judged, entry.recording = None, layers
                 return layers.pair
-        from memkit.activations.budgeting.budget_stage import BudgetStage  # only now: what it needs is a long way down
+        from memkit.activations.budgeting.budget_stage import BudgetStage  # imported here, since its imports are many
 
         state.before = state.learning.num_ended, state.num_deviations
         entry.recording = steady = BudgetStage(state, options, limits)
@@ -91,8 +88,7 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
 
 
 def _stays_idle(state: BudgetState, options: RematOptions, limits: Limits, shapes: Shapes | None) -> bool:
-    """Tell whether nothing needs to be done: the last step kept to the budget, and one with inputs of this size did so by
-    itself."""
+    """Tell whether to do nothing: the last step kept to the budget, and one with inputs of this size did so by itself."""
     settled, counter = state.settled, state.counter
     if settled is None or not settled.options.is_like(options) or state.limits != limits:
         return False
@@ -109,7 +105,6 @@ def _numel(shapes: Shapes | None) -> int:
 
 
 def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways | None:
-    """Return what chooses between ways, once a plan was followed; None if there is no choice, or for other steps."""
     is_as_before, state.shapes = shapes == state.shapes, shapes
     if state.ways is not None and state.limits != limits:
         state.ways = None
@@ -154,8 +149,7 @@ def _let_go_of_others(state: BudgetState, way: Way) -> None:
 
 
 def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOptions) -> None:
-    """Begin a forward like that of `Rematerialize` with a budget, inside a `CPUOffload` if a share of saved values moves. Sets
-    no stage if no call can be recomputed."""
+    """Begin a forward with regions, inside a `CPUOffload` if a share moves; no stage without a possible region."""
     state.regions_tag, state.copies_tag = regions_tag(state.tag), None
     options = replace(options, budget=ways.limit_bytes)
     outer = None

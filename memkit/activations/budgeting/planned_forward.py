@@ -1,5 +1,4 @@
-"""`PlannedForward`: a recorded forward that follows a schedule: what moves, returns and is recomputed at each save and
-request."""
+"""`PlannedForward`: a recorded forward that moves, fetches and recomputes values by a schedule, at each save and request."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class MeteredUnpacker:
 
 class PlannedForward(RecordedForward):
     """The saved values of one forward, which stay, move or are dropped by a schedule. Without one, or after deviating from it,
-    values are fetched when they are requested, and the score chooses what to evict, within what `limit_bytes` returns."""
+    values are fetched when they are requested, and the score evicts within what `limit_bytes` returns."""
 
     moves = True
 
@@ -73,19 +72,17 @@ class PlannedForward(RecordedForward):
         """Records that leave once the op that saves them is over, each with the op's graph node."""
         self._let_go: list[weakref.ref[torch.UntypedStorage]] = []
         self._asked: list[weakref.ref[Record]] = []
-        """Records that the user asked to move. The schedule doesn't say when to free them."""
+        """Records that the user asked to move: the schedule doesn't free them."""
         self._lent: dict[int, _Lent] = {}
         """Storages that a backward was given and that replays still read, by value."""
         self._kept_sources: dict[int, list[weakref.ref[KeptHandle]]] = {}
-        """Handles of values that stay and that replays read."""
         self._stays: frozenset[int] | None = None
-        """During a recompute by the schedule: the intermediate values that are kept."""
+        """During a scheduled recompute, the intermediate values that are kept."""
         self.on_end: Callable[[], None] | None = None
         self.meter: Meter | None = None
         self.num_passed = 0
-        """How many saves that count were not noted here, since they stay."""
+        """Counted saves without a note, since they stay."""
         self.requests: Sequence[int] | None = None
-        """The ordinals of the requests that are seen; None if all are."""
         self._request = -1
         self.follow(planned)
         if self.schedule is not None:
@@ -100,7 +97,7 @@ class PlannedForward(RecordedForward):
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes held for replays that the plain step would not hold."""
+        """Bytes held for replays beyond the plain step's."""
         pinned = (handle.alias.untyped_storage().nbytes() for handle in self.recording.pinned.values())
         return self.recording.held_bytes + sum(pinned)
 
@@ -146,8 +143,7 @@ class PlannedForward(RecordedForward):
         self.pass_save(node, len(self.saves) - 1 + self.num_passed)
 
     def pass_save(self, node: int, save: int) -> None:
-        """Do what the schedule has for other values at save number `save`, by the graph node `node`; -1 if it does not
-        count."""
+        """Act on other values as scheduled at save number `save`, by the graph node `node`; -1 if it does not count."""
         if self._waiting:
             self._send_waiting(but_for=node)
         schedule = self.schedule
@@ -179,7 +175,7 @@ class PlannedForward(RecordedForward):
             self._note_no_host(error)
             return
         if self.marks.get(record.value) is Action.OFFLOAD:
-            self._release_asked()  # the one before
+            self._release_asked()  # the previous save
             self._asked.append(weakref.ref(record))
 
     def _release_asked(self) -> None:
@@ -242,7 +238,6 @@ class PlannedForward(RecordedForward):
         return False
 
     def _is_held(self, value: int) -> bool:
-        """Tell whether a value stays on the device in any case: for replays, or because of the user's mark."""
         root = self.recording.roots.get(value)
         is_root_held = root is not None and root.alias is not None
         return is_root_held or value in self.recording.pinned or self.marks.get(value) is Action.KEEP
@@ -305,7 +300,7 @@ class PlannedForward(RecordedForward):
         if schedule is None or schedule.held_until.get(record.value, -1) <= self._request:
             return
         if record.value in self.recording.overwritten:
-            return  # what was saved of it is whole, and perhaps not all of it
+            return  # the saved value is whole, but a later write may have replaced it
         if record.residency in (SavedResidency.COMING, SavedResidency.BACK):
             storage = self.ledger.fetched_copy(record)
             if storage is not None:
@@ -342,7 +337,7 @@ class PlannedForward(RecordedForward):
             self.move_out(lambda: False, self.walk.needed.keys() | self.walk.given)
             if self.counts.moved_out.num_copies == num_before:
                 raise
-        super().run(op, in_place)  # behind the error, which holds what was allocated
+        super().run(op, in_place)  # after the error is gone, which holds the allocations
 
     def make(self, record: Record) -> None:
         if self.schedule is not None:

@@ -1,4 +1,4 @@
-"""`BudgetState`: what `MemoryBudget` remembers under a tag from one iteration to the next."""
+"""`BudgetState`: memory of `MemoryBudget` under a tag from one iteration to the next."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class BudgetState(RematState):
         self.learning = Learning(self.warn_once)
         self.budget_bytes: int | None = None
         self.is_within_capacity = False
-        """Whether the device was found to have as much memory as the budget."""
         self.coming = ComingStates(None)
         self.foreseen: StepTrace | None = None
         """The trace of the attached module, made without data before its first call."""
@@ -46,26 +45,23 @@ class BudgetState(RematState):
         self.limits: Limits | None = None
         self.shapes: Shapes | None = None
         self.most_numel = 0
-        """The most input elements of a step in which everything fitted."""
         self.ways: Ways | None = None
-        """Times the ways to keep to the budget; None if there is no choice, or not yet."""
         self.ways_for: tuple[Trace, Shapes | None] | None = None
         """The steps that `ways` is for, with the shapes of their inputs. Other steps follow plans of their own."""
         self.regions_tag: str | None = None
         self.copies_tag: str | None = None
         self.before = 0, 0
-        """When the last forward began: the number of finished backwards, and of steps that deviated from their plan."""
+        """The numbers of finished backwards and of steps that deviated, when the last forward began."""
         self.region_times: list[tuple[Event, Event]] = []
         self.judged: tuple[Trace, Planned] | None = None
         self.peak: StepPeak | None = None
 
     def foresight(self, report: MemoryReport | None) -> Foresight | None:
-        """Return the prediction for steps without a plan: from the first step, a report, or a run without data; None if there
-        is none."""
+        """Predict steps without a plan: from the first step, a report, or a run without data; None without these."""
         latest = self.traces.latest
         shown = None if latest is None else self.learning.shown(latest)
         if shown is not None:
-            self.foreseen, self._foresight = None, (None, None)  # of no use any more
+            self.foreseen, self._foresight = None, (None, None)  # no longer of use
             return shown
         trace = (None if report is None else report.trace) or self.foreseen
         if trace is not self._foresight[0]:
@@ -74,8 +70,8 @@ class BudgetState(RematState):
         return self._foresight[1]
 
     def end_forward(self) -> None:
-        """Note what a forward has left on the device. Where nothing is done since all fits, and it is too much to fit, the next
-        step is looked at again: no backward is seen then, and the peak may have been reset by its end."""
+        """Note the bytes that a forward has left on the device. If an idle step left too much to fit, the next step is looked
+        at again: it sees no backward, and the peak may be reset by its end."""
         peak, settled = self.peak, self.settled
         if peak is None:
             return
@@ -86,7 +82,6 @@ class BudgetState(RematState):
 
     @property
     def regions(self) -> RegionPlan | None:
-        """The regions that the last forward was to recompute; None where it had none, or has left them."""
         regions = None if self.regions_tag is None else remat_states.get(self.regions_tag)
         return None if regions is None or regions.settled is None else regions.settled.regions
 

@@ -1,12 +1,11 @@
-"""What steps that follow a plan save is known ahead: most saves need no record, and if nothing is recomputed, no op is
-recorded.
+"""The saves of steps that follow a plan are known ahead: most need no record, and if nothing is recomputed, no op is recorded.
 
 [Note: what a steady step leaves out] A plan refers to saves and requests by their ordinals. Once a step has followed it from
 the first save to the last, later steps are expected to save the same. A tensor that stays then needs no record: autograd gets
-an alias and its version, and requests of it are not seen. If replays read it, its handle is held by whatever is made from it.
-Values with records are still found by their storages, so a step that deviates is exact all the same. A deviation is noticed by
-the shape of a saved tensor, by the number of a value that is recomputed, moved or read, or at the end of the step; the step
-then goes on without a plan.
+an alias and its version, and requests of it are not seen. If replays read it, values made from it hold its handle. Values with
+records are still found by their storages, so a step that deviates is exact all the same. A deviation is noticed by the shape of
+a saved tensor, by the number of a value that is recomputed, moved or read, or at the end of the step; the step then goes on
+without a plan.
 """
 
 from __future__ import annotations
@@ -78,9 +77,9 @@ def _copies_of(
     ready = first_saves | ready_at(seen)
     leaving = sorted(moved, key=lambda planned: ready[numbers[planned.value]])
     sent = [ready[numbers[planned.value]] for planned in leaving]
-    at_request = num_saves + 1  # what is let go of once the backward asks for anything
+    at_request = num_saves + 1  # freed once the backward asks for anything
     gone = [places[planned.let_go_at] if planned.let_go_at < len(places) else at_request for planned in leaving]
-    gone = list(accumulate(reversed(gone), min))[::-1]  # where a later copy is waited for, those before it are done as well
+    gone = list(accumulate(reversed(gone), min))[::-1]  # waiting for a later copy also waits for those before it
     gone = [max(gone_at, sent_at) for gone_at, sent_at in zip(gone, sent, strict=True)]
     first: dict[int, int] = {}
     for ordinal, value in enumerate(uses):
@@ -140,23 +139,18 @@ class SteadySave(NamedTuple):
     shape: torch.Size | None
     dtype: torch.dtype | None
     value: int
-    """The number of the value; `NO_VALUE` if it has none, or is the caller's."""
+    """`NO_VALUE` if it has no number, or is the caller's."""
     ordinal: int
-    """Its ordinal among the saves that count, -1 if it does not count."""
+    """Its ordinal among the saves that count; -1 if it does not count."""
     has_record: bool
-    """Whether the value is moved or dropped, or does not count and is read by replays."""
+    """The value is moved or dropped, or does not count and is read by replays."""
     is_read: bool
-    """Whether it stays without a record, and replays read it."""
     is_due: bool
-    """Whether the schedule has something to do with other values at this save."""
 
 
 class Moves(NamedTuple):
-    """What moves in a step that recomputes nothing, and when."""
-
     schedule: Schedule
     trace: Trace
-    """The order of requests, until a backward deviates from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,13 +162,13 @@ class SteadyStep:
     """For each request of a value with a record, in order, its ordinal among all requests."""
     num_values: int
     moves: Moves | None
-    """What is followed without recording ops, if nothing is recomputed."""
+    """Followed without recording ops, if nothing is recomputed."""
     only_moves: bool
-    """Whether it is only known for steps that record no ops: values saved by compiled blocks have no numbers ahead of time."""
+    """The step is only known for steps that record no ops: values saved by compiled blocks have no numbers ahead of time."""
     figures: Mapping[str, Any]
-    """Its totals for `memkit.stats`, without what moves or is recomputed."""
+    """Its totals for `memkit.stats`, without moves and recomputes."""
     ops: tuple[ExpectedOp, ...] = ()
-    """The expected ops; empty if all ops that can run again are recorded."""
+    """Empty if all ops that can run again are recorded."""
     known_s: tuple[float, ...] = ()
     calls: tuple[FunctionCall, ...] = ()
 
@@ -187,12 +181,10 @@ class StepNotes:
     _saves: list[tuple[int, int, bool]] = field(default_factory=list)
     """For each save its value, its ordinal among those that count, and whether a record is waiting for it to end."""
     _capture: Capture = field(default_factory=Capture)
-    """The same saves, in the form that schedules of copies are made from."""
     _numbers: dict[int, int] = field(default_factory=dict)
     """For each value that counts, how many other values were saved before it."""
     _waits: bool = False
     _num_ahead: int = 0
-    """How many ops ran before the first save."""
     _counts_at: list[tuple[int, int]] = field(default_factory=list)
     """Before each op, the number of the next value, and how many ops had been recorded."""
 
@@ -225,7 +217,7 @@ class StepNotes:
         return NO_VALUE if value is None or (root is not None and not root.is_inside) else value
 
     def finish(self, trace: Trace, forward: PlannedForward, kinds: OpKinds) -> SteadyStep | None:
-        """Return what was noted, once the step is over; None if it is of no use."""
+        """Return the notes of a finished step; None if they are of no use."""
         planned, ops, recording = self.planned, trace.ops, forward.recording
         plan, schedule, uses = planned.plan, planned.schedule, planned.plan.step.uses
         if not self.is_whole or not uses or ops is None:
@@ -234,7 +226,7 @@ class StepNotes:
         places = [place for place, (_, ordinal, _) in enumerate(self._saves) if ordinal >= 0]
         moves = schedule_of_moves(plan, seen, self._numbers, places, forward.ledger.device)
         recorded = self._recorded_ops(lineage, recording.overwritten)
-        has_lent = any(root.lent is not None for root in recording.roots.values())  # these are numbered time and again
+        has_lent = any(root.lent is not None for root in recording.roots.values())  # lent roots get new numbers again
         if has_lent or not recording.overwritten.isdisjoint(schedule.retained):
             recorded = set(range(len(lineage.ins)))
         ops_read = {op for replay in plan.replays for op in replay.ops} | recorded
@@ -312,7 +304,7 @@ class StepNotes:
                 yield ExpectedOp(func, is_skipped=False, first=first, made=made, ins=tuple(ins), roots=roots)
 
     def _recorded_ops(self, lineage: Lineage, overwritten: Collection[int]) -> set[int]:
-        """Return the ops that make dropped values from saved values that are not dropped, from roots, and from anchors."""
+        """Return the ops that make dropped values from saved values that stay or move, from roots, and from anchors."""
         plan = self.planned.plan
         saved_at: dict[int, int] = {}
         for place, (value, _, _) in enumerate(self._saves):
@@ -327,11 +319,11 @@ class StepNotes:
             while pending:
                 value = pending.pop()
                 if value in found:
-                    continue  # with less that was saved before, so that all is recorded that it takes
+                    continue  # with fewer values saved before it, so all its ops are recorded
                 found.add(value)
                 recorded.add(lineage.maker[value])
                 for source in lineage.ins[lineage.maker[value]]:
-                    # what a backward asks for is not written to before: without a plan that would be an error as well
+                    # requested values are not written to before: that would be an error without a plan as well
                     is_there = source in asked and source not in overwritten and saved_at.get(source, until) < until
                     if lineage.maker[source] != NO_OP and not is_there and source not in retained:
                         pending.append(source)
@@ -409,7 +401,7 @@ def _skipped_writer(
     anchors, or read by ops that are recorded or run again."""
     if kind.is_in_place and torch.Tag.inplace_view in func.tags:  # it may give its tensor another storage or shape
         return None
-    if outs is None:  # it writes to a counter, or a buffer, that nothing has read
+    if outs is None:  # it writes to a counter or a buffer that nothing has read
         is_stranger = kind.is_in_place and not numbers
         skipped = ExpectedOp(func, is_skipped=True, is_writer=True, first=numbers.start, made=numbers.start, strangers=(0,))
         return skipped._replace(makes_none=True) if is_stranger else None

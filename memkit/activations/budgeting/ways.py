@@ -1,5 +1,4 @@
-"""`Ways`: times which way to keep to a budget is fastest: a plan of single ops and copies, or regions (which cost the host next
-to nothing), with copies or without."""
+"""`Ways` times plans of single ops and copies, and regions (cheap for the host) with copies or without."""
 
 from __future__ import annotations
 
@@ -21,26 +20,22 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 
 _MISSES = 1.02
-"""If no choice of regions keeps to the budget, one that exceeds it by at most this factor is tried, to see what it takes."""
+"""If no choice of regions keeps to the budget, one that exceeds it by at most this factor is tried."""
 _NUM_COUNTED = 3
-"""How many steps of each way are timed; the fastest counts."""
 _MOST_STEPS = 36
-"""A way with regions is given up after this many steps without a result."""
+"""After so many steps without a result, a way with regions is given up."""
 _MOST_CHANGES = 3
-"""How often the limit of a way is adjusted to what its steps take."""
 _NUM_NOTED = 3
-"""How many steps it takes until copies follow a schedule: two to see that steps are alike, one that is noted."""
+"""Copies follow a schedule after so many steps: two to see that steps are alike, one that is noted."""
 _MOSTLY = 0.9
-"""A peak below this fraction of what saved values should take shows that the counter doesn't count them."""
+"""A peak below this fraction of the saved values' bytes shows that the counter doesn't count them."""
 _SLACK = 0.03
-"""The fraction of the allowed bytes that may stay unused."""
 _MOST_MORE = 0.05
-"""With copies, the limit is raised by at most this fraction of the allowed bytes at once: late in the backward few values are
-away."""
+"""With copies, the limit rises by at most this fraction of the allowed bytes: late, few values are away."""
 _OF_CAPACITY = 0.95
-"""The fraction of the device's memory that is usable despite fragmentation."""
+"""This fraction of the device's memory is usable despite fragmentation."""
 _MOST_LESS = 0.1
-"""After the choice, the limit is lowered by at most this fraction of itself at once."""
+"""After the choice, the limit falls by at most this fraction of itself at once."""
 
 
 @dataclass(eq=False, slots=True)
@@ -73,9 +68,8 @@ class Ways:
         self._besides: dict[tuple[Way, int], int] = {}
         """By way and limit, the difference between the last peak and the simulated one."""
         self._beside_bytes = 0
-        """The same difference in the last step that was measured."""
         self._simulated: tuple[RegionPlan, float, int] | None = None
-        """The peak that was simulated last: of which regions, with which share that moves."""
+        """The last simulated peak, with its regions and the share that moves."""
         self.fastest_s: Mapping[Way, float] = {}
         self._place = 0
         self.is_decided = False
@@ -108,7 +102,7 @@ class Ways:
 
     @property
     def is_learning(self) -> bool:
-        """Whether the peak of the next step is yet to be seen, to choose a way or for another limit."""
+        """The peak of the next step is still needed, to choose a way or for another limit."""
         return not self.is_decided or (self.way, self.limit_bytes) not in self._besides
 
     def begin_step(self, now: Event, peak_bytes: int | None, *, was_whole: bool, regions: RegionPlan | None = None) -> None:
@@ -178,12 +172,12 @@ class Ways:
         if by_bytes > 0:
             if now.way is Way.REGIONS_AND_COPIES:
                 by_bytes = min(int(0.9 * by_bytes), int(_MOST_MORE * self.allowed_bytes))
-            else:  # the second runs of other calls may take more than those of these
+            else:  # replays of other calls may take more than those of these
                 by_bytes //= 2
             by_bytes = int(min(by_bytes, now.too_much_bytes - 1 - now.limit_bytes))
             if by_bytes <= 0:
                 return False
-        now.num_changes += by_bytes < 0 or now.way is Way.REGIONS_AND_COPIES  # half of what is left is none soon
+        now.num_changes += by_bytes < 0 or now.way is Way.REGIONS_AND_COPIES  # halving soon leaves none
         now.num_ahead = _NUM_NOTED if now.way is Way.REGIONS_AND_COPIES else 0
         now.limit_bytes = max(now.limit_bytes + by_bytes, 1)
         now.pairs.clear()
@@ -196,7 +190,6 @@ class Ways:
             now.limit_bytes = max(now.limit_bytes - min(by_bytes, int(_MOST_LESS * now.limit_bytes)), 1)
 
     def _decide(self) -> None:
-        """Go on to the next way once enough is known of this one; after the last, choose."""
         now, is_last = self._now, self._place == len(self._tries) - 1
         now.num_steps += now.way is not Way.OPS
         if now.num_steps > _MOST_STEPS:
@@ -209,7 +202,7 @@ class Ways:
 
     def _go_on(self) -> None:
         before, self._place = self._now, self._place + 1
-        if before.way is Way.REGIONS and before.pairs and self._first_limit_bytes is not None:  # what was learned of it
+        if before.way is Way.REGIONS and before.pairs and self._first_limit_bytes is not None:  # its learned figures
             self._now.limit_bytes = max(self._now.limit_bytes + before.limit_bytes - self._first_limit_bytes, 1)
 
     def _choose(self) -> None:
@@ -234,8 +227,8 @@ def ways_within(
     bytes_per_s: float | None,
     counter: MemoryCounter | None,
 ) -> Ways | None:
-    """Return what times the ways of a step; None if no choice of regions keeps to the budget or nearly does. What nearly does
-    is tried, and its first steps may exceed the budget a little."""
+    """Return the timer of a step's ways; None if no choice of regions keeps to the budget or nearly does. In the latter case,
+    the first steps may exceed the budget a little."""
     limit_bytes = fit_regions(problem, choices, allowed_bytes)
     if limit_bytes is None:
         allowed_bytes += headroom_bytes

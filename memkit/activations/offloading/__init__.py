@@ -1,12 +1,7 @@
-"""Let saved tensors leave for host memory, and have them back: the moving stage.
+"""Move saved tensors to host memory and back.
 
-Deciding as the step goes:
-
-- `moving_stage`: what is done with each saved tensor, which leave under a ratio, and when a forward may follow a schedule
-- `window`: when device memory is freed, and what is fetched ahead
-
-Following a schedule:
-
-- `schedule`: `Schedule`: arrays of what is due at each save and each request, and its copies
+- `moving_stage`: decides about each saved tensor under a ratio, and when a forward may follow a schedule
+- `window`: save by save: when device memory is freed, and what is fetched ahead
+- `schedule`: `Schedule`: the actions due at each save and each request, and its copies
 - `scheduled`: a forward that follows one, its saves and its backwards
 """

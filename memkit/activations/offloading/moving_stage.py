@@ -1,4 +1,4 @@
-"""`MovingStage`: moves saved tensors to host memory, as many as a ratio asks for (`RatioDecider`), or by a schedule."""
+"""`MovingStage` moves saved tensors to host memory, in the share that a ratio asks for (`RatioDecider`), or by a schedule."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ paused = Blocks()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadOptions:
-    """The arguments of a `CPUOffload`. A stage holds these rather than the context, which may be dead before its graphs."""
+    """The arguments of a `CPUOffload`. A stage holds these, since the context may die before its graphs."""
 
     min_bytes: int
     window_bytes: int | None
@@ -46,12 +46,11 @@ class OffloadOptions:
 
 
 _MANY_SAVES, _MOST = 9, 0.75
-"""No operator saves so many tensors by itself; and how much of all is too much to be saved at once."""
+"""No operator saves so many tensors by itself, and no more than this share of all should be saved at once."""
 
 
 class MovingStage(Stage):
-    """Lets saved tensors leave for host memory, save by save, or by a schedule where a forward begins like an earlier one. The
-    caller holds the `resident` storages in any case, which are by their keys (`core.tensors.storage_key`)."""
+    """Moves saved tensors save by save or by a schedule. The caller holds the `resident` storages, by `storage_key`."""
 
     moves = True
 
@@ -67,23 +66,20 @@ class MovingStage(Stage):
         self._forwards: dict[Device, tuple[OffloadWindow, Forward]] = {}
         self._devices: dict[torch.device, Device | None] = {}
         self._capture: Capture | None = None if paused.are_any() else Capture()
-        """Notes all that the hooks are given, as long as that may be of use."""
         self._saves: ScheduledSaves | None = None
         self._scheduled: ScheduledForward | None = None
         self._may_follow = True
-        """Whether the next save may be the first of a forward that follows a schedule, or the first that goes another way."""
+        """The next save may begin or leave a schedule."""
         self._left: Trace | None = None
-        """The trace that was followed up to where the forward has gone another way."""
         self._saw_device = False
         self._is_alone = True
-        """Whether neither an inner context nor a mark has decided what is done with a tensor."""
         self._saw_shared: Device | None = None
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and ratio > 0 else None
-        """Bytes of what could be moved but for its size, by storage, as long as nothing larger is known."""
+        """By storage, bytes of tensors too small to move, until a larger one is found."""
         self._may_be_compiled = dynamo_is_loaded()
         self.is_idle = False
         self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
-        """Where something may be compiled: bytes of each tensor that may leave, by the node that saved it."""
+        """Where something may be compiled: bytes of each movable tensor, by the node that saved it."""
 
     @property
     def _asked(self) -> tuple[Hashable, ...]:
@@ -129,7 +125,7 @@ class MovingStage(Stage):
         self._warn_of_whole_model()
         if not has_failed:
             self._warn_of_small()
-        self._forwards.clear()  # the graph alone keeps a forward alive from here on: it counts in the limit until it dies
+        self._forwards.clear()  # from here on only the graph keeps a forward alive, which counts in the limit until it dies
         if self._saw_shared is not None and not saw_device:
             self._state.warn_once("shared", f"nothing moves: {why_nothing_is_freed(self._saw_shared)}")
 
@@ -165,7 +161,6 @@ class MovingStage(Stage):
         return self._saves.pack
 
     def _follow(self, tensor: Tensor) -> ScheduledForward | None:
-        """Let a forward follow a schedule from this save on, if one is known that begins with it."""
         self._may_follow, behind = False, self._scheduled
         if self._backward_has_begun():
             self._end_part()
@@ -209,7 +204,7 @@ class MovingStage(Stage):
         for _, forward in self._forwards.values():
             trace = forward.share.trace
             if left is not None and trace is left:
-                left.seen_under = None  # what it did not have as it was shows the next time
+                left.seen_under = None  # the next forward shows what has changed
             elif left is not None and trace is not None:
                 trace.await_whole()
             if capture is None or not capture.is_whole or len(self._forwards) > 1 or forward.marks or forward.is_broken:
@@ -233,7 +228,7 @@ class MovingStage(Stage):
             window.traces.follow(trace)
             ledger.peak_live_bytes = max(ledger.peak_live_bytes, ledger.live_bytes + schedule.peak_bytes)
         elif scheduled.has_backward and not self._forwards:
-            trace.seen_under = None  # its backward has begun ahead of the last saves
+            trace.seen_under = None  # its backward began before the last saves
             self._count_followed(scheduled)
         self._scheduled = None
 
@@ -254,7 +249,7 @@ class MovingStage(Stage):
     def _take_noting(self, tensor: Tensor) -> KeptHandle:
         if (self._may_follow or self._backward_has_begun()) and self._follow(tensor) is not None:
             assert self._saves is not None
-            return self._saves.pack(tensor)  # type: ignore[no-any-return]  # what autograd is to hold
+            return self._saves.pack(tensor)  # type: ignore[no-any-return]  # autograd holds it
         capture, counts = self._capture, self.counts
         if capture is None:
             return self._take_any(tensor)
@@ -358,7 +353,7 @@ class MovingStage(Stage):
         return found
 
     def mark(self, tensor: Tensor, action: Action) -> None:
-        """Apply a mark to what is in a tensor now. A mark to recompute counts from the next forward on, which is recorded."""
+        """A mark to recompute counts from the next forward on, which is recorded."""
         self._stop_schedule()
         if action is Action.RECOMPUTE:
             self._state.is_recorded = True
@@ -387,8 +382,8 @@ def follow_schedule(
     paused: tuple[int, ...],
     behind: ScheduledForward | None,
 ) -> ScheduledForward | None:
-    """Have saves go as an earlier forward did, from a tensor on, with the `paused` saves before it, where what they have
-    followed (`behind`) has done nothing yet; None where no such forward is known, or another is going on."""
+    """Have saves follow an earlier forward from a tensor on, with the `paused` saves before it, if the forward followed so far
+    (`behind`) has done nothing yet; None if no such forward is known, or another is running."""
     window.settle()
     under, ratio, window_bytes = asked
     place, tried = (0, ()) if behind is None else (behind.num_saves, behind.tried)
@@ -425,8 +420,8 @@ def follow_schedule(
 
 
 def open_scheduled(window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts) -> ScheduledForward | None:
-    """Return a forward that follows a schedule; None if the host memory for it is not there. The caller holds the lock of the
-    window, of which `is_free` has told that nothing is likely to ask for anything."""
+    """Return a forward that follows a schedule; None without the host memory for it. The caller holds the lock of the window,
+    whose `is_free` says that no request is likely."""
     spans, is_short = list[Span | None](), False
     for num_bytes in schedule.host_bytes:
         try:
@@ -476,15 +471,14 @@ def _schedule_of(trace: Trace, window: OffloadWindow, key: tuple[Hashable, ...],
         )
         if not window.has_schedule:
             window.has_schedule = True
-            window.device.empty_cache()  # which steps that decided as they went have left in more pieces than later ones need
+            window.device.empty_cache()  # steps without a schedule have left it in more pieces than later ones need
         trace.schedule = key, schedule
     known: Schedule = trace.schedule[1]
     return None if known.pass_once() else known
 
 
 class RatioDecider(RatioSoFar):
-    """Decides for each save of one forward whether it leaves: by the plan of the trace that is followed, or without one so that
-    the share of bytes that left so far comes to the ratio."""
+    """Decides which saves leave: by the plan of the followed trace, or by the share of bytes that left so far."""
 
     def __init__(self, traces: Traces, ratio: float, window_bytes: int | None) -> None:
         super().__init__(ratio, window_bytes)
@@ -496,7 +490,7 @@ class RatioDecider(RatioSoFar):
         self._take_plan()
 
     def action(self, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None = None) -> Action | None:
-        """Return what to do with the next value that is saved for the first time; None if moving it would free nothing."""
+        """Return the action for a value at its first save; None if moving it would free nothing."""
         follower = self.follower
         index, trace = len(follower.keys), follower.trace
         place = follower.note(key_of(tensor, storage))
@@ -536,7 +530,7 @@ class RatioDecider(RatioSoFar):
         return self._filed or self.follower.trace
 
     def finish(self) -> bool:
-        """File what the forward has saved as a trace. Return whether a report that was followed did not match."""
+        """Return whether a followed report did not match."""
         follower, trace, keys = self.follower, self.follower.trace, self.follower.keys
         if not keys:
             return False
@@ -544,7 +538,7 @@ class RatioDecider(RatioSoFar):
         if trace is None or not follower.is_whole or trace.is_report:
             is_same = trace is not None and follower.is_whole and follower.num_strangers == 0 and len(trace.keys) == len(keys)
             order = trace.order if trace is not None and is_same else None
-            held = set() if was_misled else set(self._held)  # a report of something else knows nothing about what is held
+            held = set() if was_misled else set(self._held)  # a report of another model knows nothing about held storages
             trace = self._traces.find(keys) or Trace(keys=tuple(keys), held=held, order=order)
             _LOGGER.debug("a new forward: %s", trace.plan(self.ratio, self._asked_window_bytes))
         self._filed = trace
@@ -569,8 +563,8 @@ class RatioDecider(RatioSoFar):
     def learn(
         self, order: tuple[int, ...], working_bytes: tuple[int, ...], requests: tuple[tuple[int, ...], ...], *, is_whole: bool
     ) -> None:
-        """Learn from a backward: the order of first requests, the bytes allocated beside saved values at each, and all requests
-        of the backwards so far. With values left to request (not `is_whole`), the order is incomplete."""
+        """Learn from a backward: the order of first requests, the bytes beside saved values at each, and all requests so far.
+        The order is incomplete if values are left to request (not `is_whole`)."""
         trace = self.trace
         if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
             return
@@ -584,7 +578,7 @@ class RatioDecider(RatioSoFar):
     def file_seen(self, seen: tuple[SeenSave, ...], paused: tuple[int, ...], under: object) -> None:
         trace, follower = self._filed, self.follower
         if trace is None or trace is not follower.trace or not follower.is_whole or self._is_partial:
-            return  # a forward that is new is looked at again
+            return  # a new forward is noted again
         if seen and seen[-1].num_values == len(follower.keys):
             if trace.seen != seen or trace.paused != paused:
                 trace.schedule = None
@@ -606,16 +600,15 @@ _MAX_VIEWS = 8
 
 
 def _leaves_with(wrapper: Tensor, name: str) -> bool:
-    """Tell whether a part of a wrapper may leave with it. Jagged tensors have the same shape if they have the very same
-    offsets, so these stay."""
+    """Tell whether a wrapper's part may leave. Jagged tensors of one shape need the same offsets, which stay."""
     return not wrapper.is_nested or name == torch_private.JAGGED_VALUES
 
 
 def is_from_leaf(tensor: Tensor) -> bool:
     """Tell whether a tensor is a parameter or another leaf that requires grad, a view of one, or a cast of one.
 
-    A linear layer saves `weight.t()`, which is no parameter; autocast saves `weight.to(dtype).t()`. Their owner keeps the first
-    anyway, and autocast's cache the second, so to move them frees nothing.
+    A linear layer saves `weight.t()`, which is no parameter; autocast saves `weight.to(dtype).t()`. Moving them frees nothing:
+    the owner keeps the first anyway, and autocast's cache the second.
     """
     if isinstance(tensor, nn.Parameter) or isinstance(torch_private.base_of(tensor), nn.Parameter):
         return True

@@ -23,10 +23,9 @@ from memkit.transfer.lanes import Lanes, copy_by_turns
 
 _MOST_PASSED = 64
 _MOST_LOOKS = 3
-"""So many backwards are looked at for whether they wait for copies."""
 _MAX_PLACES = 4
 _MOST_STALL = 1 / 20
-"""A backward has hardly waited for its copies if it was for no more than this share of the time that they took."""
+"""A backward hardly waited for its copies if it waited for at most this share of their time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,17 +40,17 @@ class ScheduledSave:
     is_rest: bool
     is_first: bool
     is_kept: bool
-    """Whether nothing is done with it, at its request neither."""
+    """Nothing is done with it, even at its request."""
     before: int | None
-    """The value that leaves as well, and that the same storage was saved as before; None if there is none."""
+    """The value, moved as well, that the same storage was saved as before; None if there is none."""
     num_pauses: int
-    """How many times a region of `no_offload` has begun or ended, if one did so since the save before; else -1."""
+    """The number of `no_offload` regions begun or ended so far, if one did since the last save; else -1."""
     num_sent: int
     num_released: int
     geometry: Geometry | None
     nothing: Tensor | None
     stays: bool = False
-    """Whether nothing is done with it, or asked; what is due with the save may be much."""
+    """Nothing is done with it or asked; other actions may be due with the save."""
     stride: tuple[int, ...] | None = None
     offset: int | torch.SymInt | None = None
     is_conj: bool = False
@@ -70,8 +69,7 @@ class ScheduledSave:
 
 
 class Schedule:
-    """What forwards of one trace do at one ratio, one at a time: when each copy is due, by a part for each backward through a
-    forward."""
+    """The copies of forwards of one trace at one ratio, one forward at a time: each part is for one backward."""
 
     def __init__(
         self,
@@ -87,19 +85,18 @@ class Schedule:
         copies = self.copies = parts[0]
         self.parts, self.num_values = parts, num_values
         self.num_passed = self._num_refused = 0
-        """How many forwards are yet to go without it, since host memory is short: some of what leaves may find room."""
+        """How many more forwards go without it, since host memory is short: some values may find room."""
         self.sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
         self.rest = leaving.difference(*requests)
-        """What leaves, and no backward asks for: it may live on when they are over."""
+        """Moved values that no backward asks for: they may outlive the backwards."""
         self.saves = self._saves(seen, leaving, device.torch_device, paused)
         self.num_requests = [[0] * num_values for _ in parts]
-        """In each backward, for each value, how often that asks for it."""
         for counted, asking in zip(self.num_requests, requests, strict=True):
             for value in asking:
                 counted[value] += 1
         num_handles = Counter(save.value for save in self.saves)
         self.whole: list[tuple[torch.Size, tuple[int, ...], torch.dtype] | None] = [None] * num_values
-        """For each value that a backward asks for once, as all of its storage, how it lies in that."""
+        """For each value that one request covers whole, its geometry in the storage."""
         for save in self.saves:
             is_alone = save.is_moved and num_handles[save.value] == 1
             is_alone = is_alone and max(counted[save.value] for counted in self.num_requests) == 1
@@ -107,8 +104,8 @@ class Schedule:
                 self.whole[save.value] = save.geometry.size, save.geometry.stride, save.geometry.dtype
         self.batch_of = {value: number for number, batch in enumerate(copies.out) for value in batch}
         self.behind = [[max(self.batch_of[value] for value in batch) for batch in part.back] for part in parts]
-        """For each batch that comes back in each backward, the last one of those it left with."""
-        # what a forward that follows it to its end adds to the counters (see `Counts`)
+        """For each fetched batch of each backward, the last moved batch with one of its values."""
+        # the figures that a forward adds to `Counts` if it follows the schedule to its end
         self.seen_bytes, self.unique_bytes = sum(save.seen_bytes for save in seen), sum(self.sizes_bytes.values())
         self.kept_bytes = self.unique_bytes - sum(self.sizes_bytes[value] for value in leaving)
         self.window_bytes, self.peak_bytes = plan.window_bytes, self._peak_bytes(requests)
@@ -116,9 +113,9 @@ class Schedule:
             sum(rounded(self.sizes_bytes[value], ALIGNMENT_BYTES) for value in values)
             for values in (leaving - self.rest, self.rest)
         )
-        """What it takes of the arena, in one span for what backwards ask for, and one for the rest; 0 for none."""
+        """Its bytes in the arena, in one span for requested values and one for the rest; 0 for none."""
         self.takes_turns = self.takes_turns_back = False
-        """Whether copies to the host, and those to the device, are on two streams."""
+        """Copies to the host, and copies to the device, take turns on two streams."""
         self._num_looks = 0
         self._placed: dict[object, PlacedCopies] = {}
 
@@ -153,7 +150,7 @@ class Schedule:
         return made
 
     def note_no_room(self) -> None:
-        """Note that there is no host memory for it now: some forwards do without it, more each time, up to `_MOST_PASSED`."""
+        """Note that there is no host memory for it: some forwards do without it, more each time, up to `_MOST_PASSED`."""
         self._num_refused += 1
         self.num_passed = min(2**self._num_refused, _MOST_PASSED)
 
@@ -164,8 +161,7 @@ class Schedule:
         return False
 
     def _peak_bytes(self, requests: Sequence[Sequence[int]]) -> int:
-        """Return the most bytes of its values on the device. A value that stays is freed by the last backward that requests
-        it."""
+        """Return the most bytes of its values on the device. A value that stays is freed by its last requesting backward."""
         copies, sizes_bytes = self.copies, self.sizes_bytes
         gone = {value for batch in copies.out[: copies.num_released[-1]] for value in batch}
         live = set(sizes_bytes) - gone
@@ -185,8 +181,8 @@ class Schedule:
         return peak_bytes
 
     def see_to_turns(self, placement: PlacedCopies) -> None:
-        """Have copies to the host, or to the device, take turns from the next forward on, if a step need not wait for them: see
-        [Note: copies by turns] in `transfer.lanes`. Nothing is known where the host is ahead of all copies."""
+        """Let copies take turns from the next forward on, by direction, if a step need not wait for them: see [Note: copies by
+        turns] in `transfer.lanes`. If the host is ahead of all copies, nothing is known."""
         before = self.takes_turns, self.takes_turns_back
         if not self.takes_turns and placement.out and placement.out[-1].done.is_reached():
             self.takes_turns = True
@@ -226,9 +222,9 @@ def make_schedule(
     device: Device,
     paused: Sequence[int],
 ) -> Schedule:
-    """Return the schedule of a trace. The forecast of how full the device is counts where there is one backward alone."""
+    """Return the schedule of a trace. The forecast of the device's bytes counts if there is one backward alone."""
     sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
-    # to move what was written over, and no backward asks for, frees nothing, and the copy would read beside that write
+    # moving an overwritten value that no backward asks for frees nothing, and the copy would race with the write
     idle = {save.before for save in seen}.difference(*requests)
     leaving = frozenset(value for value in sizes_bytes if plan.saves[value].action is Action.OFFLOAD and value not in idle)
     ready = ready_at(seen)
@@ -246,7 +242,7 @@ def make_schedule(
     ]
     visible = leaving.union(*(part.requests for part in parts))
     told = [(_told(part, asked, visible), asked) for part, asked in zip(parts, requests, strict=True)]
-    told = [(part, asked) for part, asked in told if part.requests] or told[:1]  # no other one shows
+    told = [(part, asked) for part, asked in told if part.requests] or told[:1]  # the others do nothing
     return Schedule(
         seen, plan, leaving, [part for part, _ in told], device, len(plan.saves), [asked for _, asked in told], paused
     )
@@ -264,7 +260,7 @@ def _told(part: CopySchedule, asked: Sequence[int], visible: Collection[int]) ->
 
 
 def ready_at(seen: Sequence[SeenSave]) -> dict[int, int]:
-    """Return for each value that is saved before it is written the next save of another node."""
+    """Return the next save of another node for each value that is saved before it is written."""
     ready: dict[int, int] = {}
     known, waiting = set[int](), list[tuple[int, int]]()
     for place, save in enumerate(seen):
@@ -281,7 +277,7 @@ def ready_at(seen: Sequence[SeenSave]) -> dict[int, int]:
 
 
 class PlacedCopies:
-    """The prepared copies of a schedule. Forwards that are alive at once never share one."""
+    """Prepared copies of a schedule. Forwards that are alive at once never share one."""
 
     def __init__(self, schedule: Schedule, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> None:
         self._device, self._lanes = device, lanes
@@ -316,8 +312,7 @@ class PlacedCopies:
         return made
 
     def has_come_back(self) -> bool:
-        """Tell whether backwards have waited for copies to the device, and all of these are done: the last one may be of an
-        earlier step than others."""
+        """Tell whether backwards have waited for fetches, and all are done: the last may be of an earlier step."""
         came = self._came()
         return bool(came) and all(batch.done.is_reached() for batch in reversed(came))
 

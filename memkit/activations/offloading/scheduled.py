@@ -1,8 +1,5 @@
-"""`ScheduledForward`: a forward that follows a schedule, and its backwards; `ScheduledSaves`: the pack hook of such a forward.
-
-The forward notes each save and starts the copies that are due. A backward waits for what it requests and fetches what is due.
-A deviation ends that: what was copied is freed, and the rest goes save by save.
-"""
+"""`ScheduledForward`: a forward that follows a schedule, and its backwards; `ScheduledSaves`: its pack hook. After a deviation,
+copied values are freed, and the rest goes save by save."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ _NO_CONTEXT = nullcontext()
 
 
 class Life:
-    """Held by each handle of a forward, and by whoever takes its saves, so that its death says that the forward is over."""
+    """Each handle of a forward holds it, as does its taker of saves: its death says that the forward is over."""
 
     __slots__ = ("__weakref__", "forward")
 
@@ -52,8 +49,7 @@ class Life:
 
 
 class ScheduledForward:
-    """One forward that follows a schedule, and its backwards. The spans of host memory are for what backwards ask for, and for
-    the rest."""
+    """One forward by a schedule, and its backwards; spans of host memory for requested values, and for the rest."""
 
     def __init__(
         self,
@@ -72,63 +68,60 @@ class ScheduledForward:
         self.is_broken = False
         self.is_forward = True
         self.life: Callable[[], Life | None] = lambda: None
-        """Returns what the handles hold, for as long as any is alive or may be made: but for what no backward asks for."""
+        """Returns the object that handles of requested values hold, while any lives or may be made."""
         self.rest: Callable[[], Life | None] = lambda: None
         self.saves: Callable[[], ScheduledSaves | None] = lambda: None
         self.was_stopped = False
         self.num_saves = 0
         self.began_at = 0
-        """How many of these another schedule has seen to, which begins like this one."""
+        """The number of its first saves that another schedule, which begins alike, has handled."""
         self.tried: tuple[Trace, ...] = (trace,)
-        """This trace, and others that it has turned out not to be there."""
+        """This trace, and others that did not match."""
         self.num_pauses = 0
         self.num_sent = self.num_released = 0
         num_values = schedule.num_values
         self.held: list[torch.UntypedStorage | None] = [None] * num_values
-        """For each value what is held of it on the device: what it was saved in, or what was fetched."""
+        """For each value, its storage on the device, saved or fetched, while held."""
         self.originals: list[Any] = [None] * num_values
         self.counters: list[Any] = [None] * num_values
-        """For each of them a weak reference to what counts the writes to it, and the count."""
+        """For each storage, a weak reference to the counter of its writes, and the count."""
         self.use_orders: list[int] | None = None
-        """For each value when in the forward it was saved; None where no others bring anything by the lanes."""
+        """For each value, when in the forward it was saved; None if no others fetch by the lanes."""
         if window.lanes.are_shared(window):
             self.use_orders = [0] * num_values
         self.nodes: dict[int, int] = {}
-        """For values that were saved before they are written, the node."""
         self.alone: dict[int, CopyBatch] = {}
         self.stream, self.home = device.stream_number(), device.current_stream()
         self._has_left = self._is_asking = False
         self._go_along(0)
         self._fetched = bytearray(num_values)
         self._coming: dict[int, int] = {}
-        """For each value that is being fetched, and that the stream has not waited for, its batch."""
+        """The batch of each value that is being fetched, and that the stream has not waited for."""
         self._ready: list[Tensor | None] = [None] * num_values
         """For each value that is being fetched for one request alone, the tensor."""
         self._behind = -1
-        """The last batch of those that leave that the lane back has waited for."""
+        """The last moved batch that the lane back has waited for."""
         self.task = _NO_BACKWARD
         self._num_backwards = 0
         self._spans = list(spans)
         self._lent: dict[int, list[KeptHandle]] = {}
-        """For values that are asked for again, what was handed out over what was fetched."""
+        """For values with further requests, the tensors handed out over the fetched storage."""
         self.on_end: Callable[[], None] | None = None
         self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
-        """What is held for a copy alone, which may be under way."""
+        """Storages held only for a copy, which may be under way."""
 
-    # The forward: what leaves
+    # The forward
 
     def at_home(self) -> AbstractContextManager[object]:
-        """Return a context in which copies wait for the work of the stream that what is held belongs to, and freed memory goes
-        back to it."""
+        """Copies wait for the stream that held storages belong to, and freed memory goes back to it."""
         return _NO_CONTEXT if self.device.stream_number() == self.stream else self.device.on_stream(self.home)
 
     def keep_up(self, num_sent: int, num_released: int) -> None:
-        """Start copies, and free what was copied, up to these numbers of batches."""
         schedule = self.schedule
         while self.num_sent < num_sent:
             values, batch = schedule.copies.out[self.num_sent], self.out[self.num_sent]
             if self.nodes and torch_private.node_number() in map(self.nodes.get, values):
-                break  # it may not have written them yet
+                break  # its op may not have written them yet
             held: list[Any] = [self.held[value] for value in values]
             if torch_private.profiler_is_on():
                 with label("evict"):
@@ -166,7 +159,7 @@ class ScheduledForward:
                 self.let_go_of_sent()
 
     def _send_alone(self, value: int, storage: torch.UntypedStorage) -> None:
-        """Copy a value that was to be copied in a batch with others, which do not come, and free it."""
+        """Copy and free a value of a batch whose other values do not come."""
         number = self.schedule.batch_of[value]
         if number >= self.num_sent and value not in self.alone:
             batch = self.copy_alone(value, is_out=True)
@@ -229,15 +222,13 @@ class ScheduledForward:
         sizes_bytes = self.schedule.sizes_bytes
         return sum(sizes_bytes[value] for value, storage in enumerate(self.held) if storage is not None)
 
-    # What comes back, backward by backward
+    # Fetches, backward by backward
 
     def _go_along(self, number: int) -> None:
-        """Begin with the fetches that are due in one of the backwards, by its number."""
         schedule = self.schedule
         self._copies, self._behind_of = schedule.parts[number], schedule.behind[number]
         self._back: list[CopyBatch] = [] if self.placement is None else self.placement.back[number]
         self._cursor = self._num_fetched = 0
-        """The request that comes next, and how many of the batches that come back are on the lane."""
         self._asked = bytearray(schedule.num_values)
         self._awaiting = list(schedule.num_requests[number])
 
@@ -259,7 +250,7 @@ class ScheduledForward:
                 and (self.held[value] is not None or value not in self.schedule.batch_of)
                 and not self.window.bring_sooner(self._next_use_order(self.use_orders))
             ):
-                return  # what is left of it comes at a later request
+                return  # the rest comes at a later request
             if not self._fetch_next():
                 return
 
@@ -267,7 +258,7 @@ class ScheduledForward:
         return max(use_orders[value] for value in self._copies.back[self._num_fetched])
 
     def bring_until(self, use_order: int) -> bool:
-        """Fetch what is needed sooner than what was left at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
+        """Fetch what is needed sooner than a value that left at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
         copies, use_orders = self._copies, self.use_orders
         if use_orders is None or not self._is_asking or self._cursor == 0 or self.device.stream_number() != self.stream:
             return True
@@ -278,7 +269,7 @@ class ScheduledForward:
         return True
 
     def _fetch_next(self) -> bool:
-        if self.device.stream_number() != self.stream:  # each request gets its own there
+        if self.device.stream_number() != self.stream:  # each request gets its own tensor there
             self._has_left = True
             return False
         schedule, number = self.schedule, self._num_fetched
@@ -296,7 +287,7 @@ class ScheduledForward:
                     tensor = device.allocate_tensor(*whole)
                     storage = tensor.untyped_storage()
             except torch.OutOfMemoryError:
-                self._has_left = True  # it may be needed less soon than what took the room
+                self._has_left = True  # the fetches that took the room may be needed sooner
                 return False
             storages.append(storage)
             made.append(tensor)
@@ -314,7 +305,7 @@ class ScheduledForward:
         for value, tensor in zip(values, made, strict=True):
             self._coming[value] = number
             self._fetched[value] = 1
-            self._ready[value] = tensor  # last: it is given as it is
+            self._ready[value] = tensor  # last: a ready tensor is handed out as it is
         self._num_fetched = number + 1
         self.counts.moved_in.batches.append(batch)
         return True
@@ -328,7 +319,6 @@ class ScheduledForward:
     # Requests
 
     def unpack(self, handle: tuple[Any, ScheduledSave, Tensor, int]) -> Tensor:
-        """Return a saved tensor, for work on the current stream, and fetch what is due."""
         with self.lock:
             if self.is_broken:
                 self.mend()
@@ -362,9 +352,9 @@ class ScheduledForward:
             tensor = self._over(storage, save)
             if self._awaiting[value] > 1 or value in self._lent:
                 lent = KeptHandle(tensor)
-                lent.alias.data = save.nothing  # type: ignore[assignment]  # of one that leaves
+                lent.alias.data = save.nothing  # type: ignore[assignment]  # set if the value leaves
                 self._lent.setdefault(value, []).append(lent)
-        else:  # writes to it count as writes to what was saved
+        else:  # writes to it count as writes to the saved tensor
             tensor = alias.detach()
             tensor.data = self._over(storage, save)
         if task != _NO_BACKWARD:
@@ -388,7 +378,7 @@ class ScheduledForward:
             assert save.geometry is not None
             return save.geometry.over(storage)
         made = torch.empty(0, dtype=save.dtype, device=storage.device)
-        return made.set_(storage, save.offset, save.shape, save.stride)  # type: ignore[arg-type]  # known of one that leaves
+        return made.set_(storage, save.offset, save.shape, save.stride)  # type: ignore[arg-type]  # set if the value leaves
 
     def _turn(self, task: int) -> None:
         number, num_known = self._num_backwards, len(self.schedule.parts)
@@ -445,7 +435,7 @@ class ScheduledForward:
         return storage
 
     def _allocate_now(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return a storage for a value that is needed now; if there is no room, values that were fetched ahead are freed."""
+        """Return a storage for a value that is needed now; without room, values that were fetched ahead are freed."""
         try:
             return self.device.allocate(num_bytes)
         except torch.OutOfMemoryError:
@@ -514,7 +504,7 @@ class ScheduledForward:
 
     @property
     def is_spent(self) -> bool:
-        """Whether all that is left are values that no backward has requested so far."""
+        """Only values that no backward has requested are left."""
         return not self.is_forward and self.life() is None
 
     @mended
@@ -529,15 +519,14 @@ class ScheduledForward:
         self._let_go_of_served(wait=True)
         self._give_up_fetched()
         self.held = [None] * len(self.held)
-        # by now it has waited for all copies, also for those that left by themselves
+        # by now it has waited for all copies, single ones included
         last = self.device.record_event(self.home, timed=False) if self.num_sent or self.alone else None
         for span in held:
             self.window.arena.give(span, last)
         self._spans = [None if span in spans else span for span in self._spans]
 
     def mend(self) -> list[Span]:
-        """Repair what an interrupt left (see [Note: interrupts] in `memkit.core.interrupts`); return the host memory that it
-        holds."""
+        """Repair what an interrupt left (see [Note: interrupts] in `memkit.core.interrupts`); return its host memory."""
         self.device.synchronize()
         self.was_stopped = self.was_stopped or self.is_forward
         self.take_no_more()
@@ -557,15 +546,13 @@ _Parameter = nn.Parameter
 
 
 class _NoForward:
-    """A forward without saves, for when no forward follows a schedule."""
-
     num_saves = 0
     is_forward = False
 
 
 class ScheduledSaves:
-    """Takes what autograd saves in a context, as long as each save is the one that the schedule has next. `take` is given all
-    else, and may call `follow` to have a forward followed from there on."""
+    """Takes tensors that autograd saves, as long as each save is the next of the schedule. `take` gets all others, and may call
+    `follow` to follow a forward from there on."""
 
     def __init__(self, take: Callable[[Tensor], Any]) -> None:
         self.forward: Any = _NoForward
@@ -585,7 +572,6 @@ class ScheduledSaves:
         self._addresses: dict[int, int] = {}
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd is to keep for a tensor. This is the pack hook."""
         forward = self.forward
         place = forward.num_saves
         if place < self._num_saves and forward.is_forward:
@@ -619,7 +605,7 @@ class ScheduledSaves:
         return tensor.device == self._torch_device and tensor.layout is torch.strided
 
     def _pack(self, save: ScheduledSave, tensor: Tensor) -> Any:
-        """Return the handle of a save at which something is due; None if another save is due."""
+        """Return the handle of a save with due actions; None if another save is due."""
         forward = self.forward
         with forward.lock:
             if forward.is_broken:
@@ -634,12 +620,12 @@ class ScheduledSaves:
                     if not self._hold(save, tensor, version):
                         return None
                     alias = tensor.detach()
-                    alias.data = save.nothing  # type: ignore[assignment]  # of one that leaves
+                    alias.data = save.nothing  # type: ignore[assignment]  # set if the value leaves
                 else:
                     alias = tensor.detach()
                 forward.num_saves += 1
                 if save.num_sent > forward.num_sent or save.num_released > forward.num_released:
-                    if save.is_moved:  # on the stream that it is held for
+                    if save.is_moved:  # on the stream that holds it
                         forward.keep_up(save.num_sent, save.num_released)
                     else:
                         with forward.at_home():

@@ -1,8 +1,8 @@
 """`OffloadWindow`: steps that are decided save by save: when device memory is freed, and what is fetched ahead.
 
-The device may hold `limit_bytes` of saved tensors: what the ratio keeps and a little more, or the window. A record that leaves
-is copied at once, and its device memory is freed when others need room, the oldest copy first. In the backward, room that
-becomes free is filled with what is needed next. A steady step does the same by a schedule (see `scheduled`).
+The device may hold `limit_bytes` of saved tensors: the ratio's share and a little more, or the window. A record that leaves is
+copied at once, and its device memory is freed when others need room, the oldest copy first. In the backward, free room is
+filled with the next needed records. A steady step does the same by a schedule (see `scheduled`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PASSED_OVER = 8
 
 
 class OffloadWindow:
-    """The saved tensors of one tag on one device, beside those that follow a schedule. May be used from several threads."""
+    """The saved tensors of one tag on one device, beside those of scheduled forwards. May be used from several threads."""
 
     def __init__(
         self, device: Device, name: str, tag: str, lock: AbstractContextManager[object], warn: Callable[[str, str], None]
@@ -53,7 +53,7 @@ class OffloadWindow:
         self._forwards: list[weakref.ref[Forward]] = []
         self.scheduled: ScheduledForward | None = None
         self.put_by: list[ScheduledForward] = []
-        """Those of which no more is left than backwards have not asked for."""
+        """Scheduled forwards of which only values are left that no backward has requested."""
         self._counter = device.memory_counter()
         self._most_forwards = 1
         self._needed_bytes = 0
@@ -85,7 +85,7 @@ class OffloadWindow:
             self.fit_arena(needed_bytes)
 
     def fit_arena(self, needed_bytes: int) -> None:
-        """Pin the host memory that plans need, and free the rest. The caller holds the lock."""
+        """The caller holds the lock."""
         if needed_bytes != self._needed_bytes and self.arena.in_use_bytes == 0:
             self._needed_bytes = needed_bytes
             self.arena.trim(needed_bytes * self._most_forwards)
@@ -98,8 +98,8 @@ class OffloadWindow:
     # Saving: the caller holds the lock, and has mended what was broken off
 
     def pack(self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None) -> Handle | None:
-        """Return the handle of a tensor that may leave; None if it stays, since moving it would free nothing. The user, or an
-        inner context, may have asked for an action; else the forward's decider says."""
+        """Return the handle of a tensor that may leave; None if moving it would free nothing. The action comes from the user or
+        an inner context, else from the forward's decider."""
         ledger, node = self.ledger, torch_private.node_number()
         if ledger.deaths or ledger.orphans:
             ledger.sweep()
@@ -108,7 +108,7 @@ class OffloadWindow:
         contents, root, record = forward.look_up(storage, tensor)
         if record is not None:
             if self.device.current_stream() != record.stream:
-                return None  # the work to come reads it there, and nothing tells when: it stays until the backward
+                return None  # later work on this stream reads it at an unknown time: it stays until the backward
             return ledger.add_handle(record, tensor, self, node)
         share, counts = forward.share, forward.counts
         if forward.is_broken or (action := share.action(tensor, storage, asked)) is None:
@@ -159,13 +159,13 @@ class OffloadWindow:
             self.make_room(forward)
 
     def _send_written(self, forward: Forward, *, but_for: int | None = None) -> None:
-        """Start copies that waited for the op that saved them, except for what the node `but_for` saves.
+        """Start copies that waited for the op that saved them, except those saved by the node `but_for`.
 
-        [Note: saved before it is written] Autograd saves the inputs of an op before the op runs. What carries a gradient is not
-        written to unnoticed; but an op may fill a tensor without one that it has saved already, as `rrelu` does with its noise.
-        A copy that is put on its lane at the save would take what was there before. So what requires no grad leaves with the
-        next save of another node, when the op has been launched. Code that was compiled with its backward saves once all of it
-        has been launched.
+        [Note: saved before it is written] Autograd saves the inputs of an op before the op runs. Writes to tensors that carry a
+        gradient are noticed; but an op may fill a tensor without one that it has saved already, as `rrelu` does with its noise.
+        A copy put on its lane at the save would take the old contents. So a tensor that requires no grad leaves with the next
+        save of another node, when the op has been launched. Code that was compiled with its backward saves once all of it has
+        been launched.
         """
         waited, forward.unwritten = forward.unwritten, []
         for record, node in waited:
@@ -195,7 +195,6 @@ class OffloadWindow:
         return forwards
 
     def _limit_with(self, forward: Forward) -> int:
-        """Return the bytes of records that the device may hold, of a forward that lives and of all others."""
         shares = [forward.share] if len(self._forwards) == 1 else [live.share for live in self.live()]
         if len(shares) == 1:
             return shares[0].limit_bytes
@@ -214,7 +213,6 @@ class OffloadWindow:
     # Giving back
 
     def unpack(self, handle: Handle) -> Tensor:
-        """Return a saved tensor, for work on the current stream; fetch what is needed after it."""
         with self.lock:
             if self.is_broken:
                 self.mend()
@@ -247,7 +245,7 @@ class OffloadWindow:
     @mended
     def lend(self, handle: Handle) -> torch.UntypedStorage:
         """Return a storage with the bytes of a handle, to be read by work on the current stream. The handle is still to be
-        unpacked, and what was fetched stays until then."""
+        unpacked, and a fetched copy stays until then."""
         ledger, record = self.ledger, handle.record
         ledger.sweep()
         if record.owner is not None:
@@ -275,7 +273,7 @@ class OffloadWindow:
             record.maker.make(record)
 
     def _follow_backward(self, forward: Forward) -> bool:
-        """Note the backward that is running, if it is new. Return whether one is running."""
+        """Return whether a backward is running."""
         task = torch_private.backward_task()
         if task == -1:
             return False
@@ -311,7 +309,7 @@ class OffloadWindow:
         try:
             ledger.fetch(record)
         except torch.OutOfMemoryError:
-            for forward in self.live():  # what was fetched ahead makes room for what cannot wait
+            for forward in self.live():  # values fetched ahead make room for those that cannot wait
                 self._take_back(forward, until=None)
             self.settle(wait=True)
             try:
@@ -324,12 +322,12 @@ class OffloadWindow:
         for record in list(self.ledger.coming):
             if record.owner is forward:
                 if until is not None and forward.place_of(record) >= until:
-                    return  # what was fetched after it is for later places
+                    return  # later fetches are for later places
                 self.ledger.take_back(record)
 
     def _fetch_ahead(self, forward: Forward, use_order: int | None = None) -> bool:
-        """Fetch what the backward needs next, while there is room; with `use_order`, only what is needed sooner, for another
-        prefetcher that asks. Return whether all of it is fetched."""
+        """Fetch the next needed records while there is room; with `use_order`, only those needed sooner, for another prefetcher
+        that asks. Return whether all of these are fetched."""
         while (record := forward.next_record()) is not None:
             if record.residency is SavedResidency.HOST and record.original() is None:
                 if use_order is not None and record.use_order <= use_order:
@@ -343,7 +341,7 @@ class OffloadWindow:
                 try:
                     self.ledger.fetch(record)
                 except torch.OutOfMemoryError:
-                    return False  # it may be needed less soon than what took the room
+                    return False  # the fetches that took the room may be needed sooner
             forward.cursor += 1
         return True
 
@@ -354,8 +352,8 @@ class OffloadWindow:
         return is_turn
 
     def bring_until(self, use_order: int) -> bool:
-        """Fetch what is needed sooner than what was used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
-        # unless another thread is at it, and perhaps waits for the one that asks
+        """Fetch what is needed sooner than a value used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
+        # unless another thread is at it, perhaps waiting for the asking one
         return self._is_asking or self.is_broken or self._bring_until(use_order)
 
     @mended
@@ -364,8 +362,7 @@ class OffloadWindow:
         return is_done and all(self._fetch_ahead(forward, use_order) for forward in self.live() if forward.task != -1)
 
     def _has_room(self, forward: Forward, record: Record) -> bool:
-        """Tell whether there is room for a record now; and where the levels of the backward are known, until its use, so that
-        it does not raise the step's peak."""
+        """Tell whether there is room for a record until its use (if known), so that it does not raise the step's peak."""
         live_bytes, limit_bytes = self.ledger.moving_bytes + record.num_bytes, self._limit_with(forward)
         forecast = forward.forecast if self._counter is not None and len(self._forwards) == 1 else None
         if live_bytes > limit_bytes or forecast is None:
@@ -378,7 +375,7 @@ class OffloadWindow:
         if forward.task == task:
             self._take_back(forward, until=None)
             forward.end_backward()
-            self.ledger.release_dead(wait=True)  # what was served: its copy was made in the forward, and is long done
+            self.ledger.release_dead(wait=True)  # the copy of a served record was made in the forward, and is long done
         self.settle()
 
     @mended

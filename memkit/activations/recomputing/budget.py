@@ -1,4 +1,4 @@
-"""The decider of `Rematerialize`: what is dropped to keep to a budget, by a plan, or by the score during the forward."""
+"""The decider of `Rematerialize`: drops values by a plan, or by the score during the forward."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from memkit.plan import Action, DTRScore, Plan, infeasible, tell_kept
 from memkit.recording.ops import OpKinds
 
 NO_BUDGET = sys.maxsize
-"""Stands for no budget: only values that the user marks are dropped."""
+"""Only values that the user marks are dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RematOptions:
-    """The user's arguments: see `Rematerialize`."""
-
     budget: int | float
     policy: str
     plan: Plan | None
@@ -53,7 +51,6 @@ class RematOptions:
 
 
 def recorded_alone(min_bytes: int, device: Device | None, kinds: OpKinds, *, policy: str = "plan") -> RematOptions:
-    """Return options by which all steps are recorded, without a budget: only values that the user marks are dropped."""
     return RematOptions(
         budget=NO_BUDGET,
         policy=policy,
@@ -68,8 +65,8 @@ def recorded_alone(min_bytes: int, device: Device | None, kinds: OpKinds, *, pol
 
 
 class BudgetDecider(Decider):
-    """Decides for each save of one forward whether it is dropped at once. It notes the budget in the counts of the iteration,
-    and judges the last one. If the budget can't be kept, it raises `BudgetInfeasible`, or warns, unless `with_regions`
+    """Decides for each save of one forward whether it is dropped at once, notes the budget in the iteration's counts, and
+    judges the last iteration. If the budget can't be kept, it raises `BudgetInfeasible`, or warns, unless `with_regions`
     returns, for a trace and the plan of single ops with the fewest bytes, that later steps fit with regions."""
 
     def __init__(
@@ -88,7 +85,7 @@ class BudgetDecider(Decider):
         trace = self.follower.trace
         plan = self._plan_of(trace, raises=raises, is_entry=True)
         if trace is None or trace is not traces.latest:
-            self._judge(last, raises=raises)  # ahead of what is noted in the counts: they may be the same
+            self._judge(last, raises=raises)  # before the counts change: they may be the same
         self._follow(plan)
 
     @property
@@ -107,7 +104,7 @@ class BudgetDecider(Decider):
             return self._actions.get(value)
         return Action.RECOMPUTE if held_bytes > self.limit_bytes else None
 
-    def grow(self) -> None:  # a budget that is a share of what is saved
+    def grow(self) -> None:  # a budget as a share of the saved bytes
         if self.plan is None:
             self._set_limit()
 
@@ -150,7 +147,7 @@ class BudgetDecider(Decider):
         except BudgetInfeasible as error:
             least = trace.ops.planner(options.score).least(budget_bytes)
             if self._with_regions is not None:
-                # where it is no entry, the next one follows the same trace, and tells
+                # without an entry, the next one follows the same trace, and tells
                 smallest = self._with_regions(trace, least) if is_entry else 0
                 if smallest is not None and smallest <= budget_bytes:
                     return least
@@ -162,8 +159,6 @@ class BudgetDecider(Decider):
             return least
 
     def _judge(self, last: Counts, *, raises: bool) -> None:
-        """Warn, or raise, if the score didn't keep to the budget in the last iteration. Iterations that are planned by now
-        don't count."""
         is_to_be_judged, last.is_to_be_judged = last.is_to_be_judged, False
         if not (is_to_be_judged and last.exceeds_budget and last.budget == self._options.budget):
             return

@@ -1,8 +1,6 @@
-"""Compiled modules in a recorded forward: each runs compiled, as one step that is not recorded and not recomputed.
-
-Dynamo compiles nothing while a dispatch mode is on, and code that it compiled before hides its writes from the mode. So the
-recorder and its hooks are off while a compiled module runs. What the module saves and returns become roots of the recording.
-"""
+"""Compiled modules in a recorded forward: each runs compiled, as one step that is neither recorded nor recomputed. Dynamo
+compiles nothing while a dispatch mode is on, and its older code hides writes from the mode. So the recorder and its hooks are
+off meanwhile, and tensors that the module saves and returns become roots."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ _WHY_KEPT = "it was saved by a compiled module, inside of which nothing is seen"
 
 
 class CompiledCalls:
-    """Finds the compiled modules that a thread runs, in each outermost module that is called, and turns the recorder off while
-    each of them runs."""
+    """Finds compiled modules in each outermost called module, and turns the recorder off while one runs."""
 
     def __init__(self, title: str, recorder: Recorder, trail: ModuleTrail) -> None:
         self._title = title
@@ -48,7 +45,7 @@ class CompiledCalls:
         self._found = set[nn.Module]()
         self._given: set[int] | None = None
         self.setting: Callable[[nn.Module, Any, Any, Collection[nn.Module]], AbstractContextManager[object]] | None = None
-        """Returns a context for the call of a module with these arguments, given all compiled modules that were found."""
+        """Returns a context for a module's call with these arguments, given all compiled modules that were found."""
         self.is_on = False
 
     def begin(self, model: nn.Module | None) -> None:
@@ -124,8 +121,7 @@ class CompiledCalls:
         return results
 
     def _timed(self, place: int, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the code of a compiled module, and note the seconds that it takes if ops are timed, unless it is compiled in
-        this call."""
+        """Call a compiled module's code; if ops are timed and the call doesn't compile it, note its seconds."""
         recording = self._recorder.recording
         if not recording.is_timed or place < 0:
             return code(*args, **kwargs)
@@ -152,7 +148,6 @@ class CompiledCalls:
     # What it saves
 
     def has_made(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether a saved storage that was not seen before was made by a compiled module that is running."""
         return self._given is not None and torch_private.storage_address(storage) not in self._given
 
     def add_made(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
@@ -162,7 +157,7 @@ class CompiledCalls:
         return value
 
     def check_save(self) -> None:
-        """Raise `RuntimeError` in a pack hook if the tensor is saved by compiled code that was not found."""
+        """Raise `RuntimeError` in a pack hook if compiled code that was not found saves the tensor."""
         if self._given is None and (runs_as_it_is() or is_saved_by_compiled_code()):
             raise RuntimeError(self._refusal("a compiled function was called"))
 

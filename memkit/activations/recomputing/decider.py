@@ -1,4 +1,4 @@
-"""The base class of deciders, which say what is done with each save of a recorded forward."""
+"""The base class of deciders for the saves of a recorded forward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from memkit.plan import Action
 
 
 class Decider(ABC):
-    """Decides for each save of one forward what is done with it at once, by the known forwards that it is like so far."""
-
     limit_bytes: float = math.inf
 
     def __init__(self, follower: Follower) -> None:
@@ -52,8 +50,7 @@ class Decider(ABC):
 
     @abstractmethod
     def action(self, value: int, held_bytes: int) -> Action | None:
-        """Return what is done with a value that is just saved; None to keep it until `held_bytes`, with what a context outside
-        takes, exceed the limit."""
+        """None to keep a value until `held_bytes`, with those of a context outside, exceed the limit."""
 
     @abstractmethod
     def grow(self) -> None:

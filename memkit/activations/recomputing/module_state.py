@@ -1,8 +1,5 @@
-"""What must be as it was when a region runs again.
-
-`ModuleState`: parameters, buffers and training mode. `Surroundings`: random number generators, autocast and grad mode.
-`LearnedReads`: modules whose forward only reads their buffers.
-"""
+"""The state for a recompute of a region. `ModuleState`: parameters, buffers and training mode. `Surroundings`: random number
+generators, autocast and grad mode. `LearnedReads`: modules whose forward only reads their buffers."""
 
 from __future__ import annotations
 
@@ -35,8 +32,6 @@ _MOST_CLONED_BYTES = 2**16
 
 
 class LearnedReads:
-    """What the last step has learned of a module's buffers, for the next one."""
-
     last: ReadOnly | None = None
     """The state in which its forward only read its buffers; None if it wrote to one."""
 
@@ -50,7 +45,7 @@ class ReadOnly:
     attributes: tuple[Any, ...]
     objects: tuple[weakref.ref[Any] | None, ...]
     small: tuple[int, ...]
-    """Which buffers have no more than `_MOST_CLONED_BYTES`."""
+    """Indices of buffers with at most `_MOST_CLONED_BYTES`."""
 
 
 Surroundings = tuple[Any, ...]
@@ -78,7 +73,7 @@ def set_surroundings(wanted: Surroundings) -> None:
         torch.set_autocast_enabled("cuda", wanted[2])
         torch.set_autocast_dtype("cuda", wanted[3])
         torch.set_autocast_cache_enabled(wanted[4])
-        if list(map(partial.__call__, _NESTING))[-1] == 0:  # as `torch.autocast` does when the outermost is left
+        if list(map(partial.__call__, _NESTING))[-1] == 0:  # as `torch.autocast` does when the outermost one is left
             torch.clear_autocast_cache()
     change_settings(found[_NUM_AUTOCAST:], wanted[_NUM_AUTOCAST:])
 
@@ -101,7 +96,7 @@ def states_on(devices: Sequence[torch.device]) -> tuple[GeneratorState, ...]:
 
 
 def drawn_from(before: tuple[GeneratorState, ...]) -> tuple[GeneratorState, ...]:
-    """Return those of the given generator states, the CPU's first, whose generator has moved on since."""
+    """Return the given states, the CPU's first, whose generator has moved on since."""
     cpu, state = before[0]
     if torch_private.num_dispatch_modes():
         with torch_private.without_python_dispatch():  # a comparison is no part of the forward
@@ -152,37 +147,32 @@ Statistics = list[tuple[dict[str, Tensor | None], str, Tensor, int, Tensor]]
 
 
 class Noted:
-    """What was found at one forward, and what it wrote."""
-
     attributes: tuple[Any, ...]
     """The plain attributes of the submodules; `NOT_PLAIN` for one that has another type by now."""
     flags: tuple[bool, ...]
     parameters: tuple[int, ...]
     storages: tuple[torch.UntypedStorage, ...]
-    """The storages of the parameters, held so that no other storage gets their addresses."""
+    """Held so that no other storage gets their addresses."""
     statistics: Statistics | tuple[()]
     buffers: tuple[Tensor | None, ...]
     versions: tuple[int, ...]
     clones: dict[int, Tensor]
-    """Clones of the buffers that the forward may write to, from before it."""
     is_known: bool
     small: dict[int, Tensor]
-    """Clones of small buffers that the forward is expected only to read, for the recompute in case it writes to them."""
+    """Clones of small buffers that the forward is expected only to read, in case it writes to them."""
     written: frozenset[int]
     lost: int
     """A buffer that the forward has written to and that was not cloned; -1 if there is none."""
 
 
 class ModuleState:
-    """A module's submodules, parameters and buffers, as they are now. Parameters that FSDP2 gathers are not there yet: see
-    `look_again`."""
+    """Parameters that FSDP2 gathers are not there yet: see `look_again`."""
 
     def __init__(self, module: nn.Module, learned: LearnedReads) -> None:
         self.parts = parts_of(module)
         self.of_parts = tuple(map(torch_private.parameters_of, self.parts))
         self.is_gathered = has_gathered(self.parts)
-        """Whether FSDP2 gathers its parameters for each forward and backward: the same parameter objects, with other
-        storages."""
+        """FSDP2 gathers its parameters for each forward and backward: the same parameter objects, with other storages."""
         self._note_parameters(() if self.is_gathered else self.of_parts)
         self._owned = tuple(map(torch_private.buffers_of, self.parts))
         norms = [(index, part) for index, part in enumerate(self.parts) if isinstance(part, NORMS)]
@@ -208,16 +198,14 @@ class ModuleState:
         for own in map(vars, self.parts):
             names = [name for name, value in own.items() if type(value) in PLAIN and name not in _OF_ALL]
             if names:
-                names *= 1 + (len(names) == 1)  # of one name, a getter returns no tuple
+                names *= 1 + (len(names) == 1)  # with one name, a getter returns no tuple
                 self.attributes += [(own, name) for name in names]
                 self.attribute_dicts.append(own)
                 self.attribute_getters.append(itemgetter(*names))
         self.has_others = bool(self._updated or self.places)
-        """Whether a recompute may need other buffers than the module has by then."""
         self._scratch: dict[tuple[int, str], Tensor] = {}
         """Buffers that take the updates of a recompute."""
         self._written: dict[tuple[bool, ...], frozenset[int]] = {}
-        """Which buffers a forward writes to, by the training flags."""
         self._learned = learned
 
     def look_again(self) -> None:
@@ -226,7 +214,7 @@ class ModuleState:
     def _note_parameters(self, of_parts: Iterable[dict[str, nn.Parameter | None]]) -> None:
         all_parameters = tuple(chain.from_iterable(map(dict.values, of_parts)))
         self.ids = tuple(map(id, all_parameters))
-        """The identities of the parameters. Callers on the hot path compare them inline, to save a Python call."""
+        """Callers on the hot path compare the parameters' identities inline, to save a Python call."""
         by_id = dict(zip(self.ids, all_parameters, strict=True))
         self.parameters = tuple([own for own in by_id.values() if own is not None])
         strided = [] if self.is_gathered else [own for own in self.parameters if own.layout is torch.strided]
@@ -236,7 +224,6 @@ class ModuleState:
             partial(map, Tensor.data_ptr, self.with_data),
             partial(map, attrgetter("requires_grad"), self.parameters),
         )
-        """Functions that read what must stay the same of each parameter."""
 
     def is_current(self) -> bool:
         return tuple(map(id, chain.from_iterable(map(dict.values, self.of_parts)))) == self.ids
@@ -253,8 +240,7 @@ class ModuleState:
     # Around the forward
 
     def statistics(self, flags: tuple[bool, ...]) -> Statistics:
-        """Return the statistics that a forward is about to read, since updates of them raise no version counter; raise
-        `NoRegion` for kinds that are not supported."""
+        """Updates of statistics raise no version counter. Raises `NoRegion` for unsupported kinds."""
         found: Statistics = []
         for index in self._unseen:
             if not flags[index]:
@@ -315,7 +301,7 @@ class ModuleState:
             for place, (before, after) in enumerate(zip(noted.versions, found, strict=True))
             if before != after or now[place] is not noted.buffers[place]
         }
-        if not noted.is_known:  # some ops write without counting that
+        if not noted.is_known:  # some ops write without raising the version counter
             with torch_private.without_python_dispatch():
                 written |= {place for place, clone in noted.clones.items() if not _are_same(clone, noted.buffers[place])}
             self._learned.last = None if written else self._learn(noted)
@@ -343,7 +329,7 @@ class ModuleState:
         return "a parameter that was replaced by another"
 
     def what_has_changed(self, noted: Noted) -> str:
-        """Return which buffer differs from what the forward found, so that a recompute can't be exact; empty if none."""
+        """Return the buffer that differs from the forward's, so that a recompute can't be exact; empty if none."""
         if noted.lost >= 0:
             return f'the buffer "{self.places[noted.lost][1]}", which it writes to and did not before'
         for place, ((buffers, name), buffer, version) in enumerate(

@@ -1,4 +1,4 @@
-"""`RecordedForward`: what a recorded forward has saved, and what of it is on the device or can be recomputed."""
+"""`RecordedForward`: the saved values of a recorded forward, on the device or to be recomputed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ from memkit.recording.replay import Replay
 
 
 class RecordedForward(NumberedSaves):
-    """The saved values of one forward. `moves` tells whether the same records move to host memory; otherwise, `moving` has
-    records for what moves. The score chooses what to evict where saved values and replays would take more than
-    `limit_bytes`."""
+    """The saved values of one forward. With `moves`, the same records move to host memory; otherwise, `moving` has other
+    records for moved values. The score evicts values where saved values and replays would take more than `limit_bytes`."""
 
     moves = False
 
@@ -52,9 +51,9 @@ class RecordedForward(NumberedSaves):
         self.moving: Forward | None = None
         self.marks = dict[int, Action]()
         self.offered_bytes = 0
-        """Bytes of values that this context keeps and that another context may move."""
+        """Bytes of values that this context keeps and another context may move."""
         self.others: dict[int, weakref.ref[KeptHandle]] = {}
-        """Handles of other saved values: small ones, and those that another context may move."""
+        """Small values, and values that another context may move."""
         self._offered: dict[Contents, tuple[weakref.ref[Tensor], int]] = {}
         """For the contents of each offered tensor: the tensor with its version counter, and the value."""
         self._dropped = set[int]()
@@ -91,7 +90,7 @@ class RecordedForward(NumberedSaves):
     def note_offer(self, value: int, tensor: Tensor) -> bool:
         contents, root = contents_of(tensor, tensor.untyped_storage()), counted_by(tensor)
         found = self._offered.get(contents)
-        if found is None or found[0]() is not root:  # else the addresses were another tensor's before
+        if found is None or found[0]() is not root:  # else another tensor had these addresses before
             found = self._offered[contents] = (weakref.ref(root), value)
         return found[1] == value
 
@@ -111,7 +110,7 @@ class RecordedForward(NumberedSaves):
     def open_moving(self) -> Forward:
         """Return the records that move. They don't refer to the recording, which a graph need not keep for moved tensors."""
         if self.moving is None:
-            from memkit.activations.offloading.moving_stage import RatioDecider  # only few forwards have such
+            from memkit.activations.offloading.moving_stage import RatioDecider  # few forwards have any
 
             self.moving = Forward(RatioDecider(self.window.traces, 1.0, None), self.counts)
             self.window.open_forward(self.moving)
@@ -166,7 +165,7 @@ class RecordedForward(NumberedSaves):
             self._awaited.pop()
         latest = self._awaited[-1] if self._awaited else -1
         while self._anchors.last > latest:
-            self._anchors.release(self._anchors.last)  # nothing that is made from it will be asked for
+            self._anchors.release(self._anchors.last)  # no backward will ask for values made from it
         place = next((place for place in self._places.get(value, ()) if place >= self._now), None)
         self._now = self._now + 1 if place is None else place + 1
 
@@ -179,7 +178,7 @@ class RecordedForward(NumberedSaves):
             rewritten = rewritten_bytes(self.recording.roots, self.recording.overwritten)
             trace.learn_order(tuple(self.uses), ends_of(self.use_nodes), rewritten)
 
-    # As the store of its walk: see `memkit.plan.eviction.ValueStore`
+    # The store of its walk: see `memkit.plan.eviction.ValueStore`
 
     @property
     def live_bytes(self) -> int:
@@ -225,7 +224,7 @@ class RecordedForward(NumberedSaves):
         return handle.alias.untyped_storage() if handle.geometry is None else record.original()
 
     def _is_as_saved(self, record: Record) -> bool:
-        """Tell whether the saved tensor of a record was not written to since, by a recorded op or otherwise."""
+        """Tell whether a record's saved tensor was not written to since, by a recorded op or otherwise."""
         if record.value in self.recording.overwritten:
             return False
         return all(handle.is_unchanged() for handle in record.live_handles())
@@ -296,8 +295,8 @@ class RecordedForward(NumberedSaves):
         return self.walk.make_room(0)
 
     def make(self, record: Record) -> None:
-        """DROPPED -> BACK: recompute a value, for work on the current stream. It raises if what the value is made from was
-        written to, or if there is no room even after all was dropped that can be."""
+        """DROPPED -> BACK: recompute a value, for work on the current stream. It raises if a source was written to, or if there
+        is no room even after dropping all other values."""
         replay, walk, ledger, counts = self._replay, self.walk, self.ledger, self.counts
         if torch_private.backward_task() == -1:
             replay.compare_settings()
@@ -310,14 +309,14 @@ class RecordedForward(NumberedSaves):
         here = device.current_stream()
         others = [stream for stream in self._streams if stream != here]
         self._streams[here] = None
-        for stream in others:  # what was made on them, and what was freed on them, comes before
+        for stream in others:  # their earlier work and freed memory come first
             device.wait_event(here, device.record_event(stream, timed=False))
         try:
             replay.below_all(walk.rebuild, record.value)
         finally:
             replay.made.clear()
             walk.temp_bytes = 0
-            for stream in others:  # they may use the bytes again that the replay has read
+            for stream in others:  # they may reuse bytes that the replay has read
                 device.wait_event(stream, device.record_event(here, timed=False))
         counts.num_replays += 1
         counts.num_replayed_ops += walk.num_replayed_ops - ops_before
@@ -331,7 +330,7 @@ class RecordedForward(NumberedSaves):
             replay.run(op, in_place, self._storage)
             return
         except torch.OutOfMemoryError:
-            pass  # what this try has allocated is free behind this
+            pass  # after this line, the try's allocations are free
         for value in self.walk.evictable.keys() - self.walk.needed.keys() - self.walk.given:
             self.walk.drop(value)
         try:
@@ -349,7 +348,7 @@ class RecordedForward(NumberedSaves):
 def _end_backward(window: OffloadWindow, reference: weakref.ref[RecordedForward], is_first: bool, has_failed: bool) -> None:
     if not has_failed:
         with window.lock:
-            forward = reference()  # ahead of the sweep, after which nothing else may hold it
+            forward = reference()  # before the sweep, after which nothing else may hold it
             window.settle()
             if forward is not None:
                 forward.end_backward()

@@ -1,4 +1,4 @@
-"""`RecordingStage`: what `Rematerialize` does with saved tensors: the forward is recorded, the decider says what is dropped."""
+"""`RecordingStage` records a forward for `Rematerialize`; the decider drops saved tensors."""
 
 from __future__ import annotations
 
@@ -43,15 +43,13 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 _NUM_WATCHED, _NUM_NOTED = 4, 2
-"""In this many first iterations, the module of each op is noted; and in this many that are alike, which modules are called: the
-first may prepare what modules use later."""
+"""So many first steps note each op's module, so many alike ones the called modules: the first may prepare some."""
 _get_storage = Tensor.untyped_storage
 
 
 class RecordingStage(Stage):
-    """Records the ops of a forward, and drops what can be recomputed. What is not dropped goes to the next stage, which may
-    move it, or to the innermost hooks outside. If it `settles`, later steps need not be recorded once it is known what they
-    do."""
+    """Records the ops of a forward, and drops recomputable tensors. Others go to the next stage, which may move them, or to the
+    innermost hooks outside. If it `settles`, later steps need not be recorded once they are known."""
 
     moves = False
 
@@ -75,7 +73,6 @@ class RecordingStage(Stage):
         self._settles = settles
         self._needs_plan = options.may_settle and not options.keeps_all
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
-        """Bytes of values that are too small to be dropped, until a larger one is found."""
         self.counts = Counts(trial=state.trial)
         state.know(options.kinds)
         self._forward = self._open_forward(raises=options.strict)
@@ -200,7 +197,7 @@ class RecordingStage(Stage):
 
     def _turn(self) -> RecordedForward:
         self._end_forward(learn=True)
-        self._settles = self._settles and not self._needs_plan  # a plan is one of a single forward
+        self._settles = self._settles and not self._needs_plan  # a plan is for a single forward
         self._forward = self._open_forward(raises=self._options.strict)
         self.recorder.follow(self._forward.recording)
         self._trail.follow(self._forward.recording)
@@ -211,8 +208,8 @@ class RecordingStage(Stage):
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
         if is_traced():
             return KeptHandle(tensor)
-        if self.recorder.sees_dual:  # a formula of a derivative asks whether any mode is on: see [Note: seen by formulas]
-            if is_below_transform():  # behind the op torch puts back that it dispatches to Python, to a mode that is gone
+        if self.recorder.sees_dual:  # derivative formulas ask whether any mode is on: see [Note: seen by formulas]
+            if is_below_transform():  # after the op, torch would dispatch to Python again, to a mode that is gone
                 self._warn_of_dual()
             else:
                 self.recorder.sees_dual = False
@@ -220,7 +217,7 @@ class RecordingStage(Stage):
         if self._compiled.is_on or dynamo_is_loaded():
             self._compiled.check_save()
         if type(tensor) in PLAIN_TYPES:
-            with torch_private.without_python_dispatch():  # what is done here is no part of the forward
+            with torch_private.without_python_dispatch():  # ops here are no part of the forward
                 return self._take_locked(tensor)
         if has_own_dispatch(tensor):
             with torch_private.without_dispatch_modes():
@@ -238,7 +235,7 @@ class RecordingStage(Stage):
 
     def _take(self, tensor: Tensor) -> KeptHandle:
         if not is_range_of_bytes(tensor):
-            return KeptHandle(tensor)  # there is nothing else to do with it
+            return KeptHandle(tensor)  # nothing else can be done with it
         if tensor.device != self._torch_device and not self._is_here(tensor.device):
             return self._hand_on(tensor)
         forward = self._forward
@@ -251,10 +248,10 @@ class RecordingStage(Stage):
         found = recording.current.get(torch_private.storage_address(storage))
         value = found[1] if found is not None and found[0]() is storage else self._add_unseen(tensor, storage)
         if value == NO_VALUE:
-            return self._hand_on(tensor)  # it was there before
+            return self._hand_on(tensor)  # it existed before
         num_bytes, root = storage.nbytes(), recording.roots.get(value)
         if (root is not None and not root.is_inside) or is_parameter(tensor):
-            return self._hand_on(tensor)  # it is the caller's
+            return self._hand_on(tensor)  # the caller holds it
         if num_bytes < self._min_bytes:
             if self._small_bytes is not None:
                 self._small_bytes[value] = num_bytes
@@ -273,13 +270,13 @@ class RecordingStage(Stage):
         node = torch_private.node_number()
         self._note_save(forward, value, num_bytes, node)
         record = forward.record_of(value)
-        if record is None and root is not None and root.alias is not None:  # held, and counted, whatever becomes of the handle
+        if record is None and root is not None and root.alias is not None:  # held and counted even if the handle dies
             forward.end_save(node)
             return self._offer(forward, value, tensor, Action.KEEP)
         if record is not None and record.version != version:
             forward.end_save(node)
             forward.note_offer(value, tensor)
-            return self._hand_on(tensor)  # it was written to behind the recorder's back
+            return self._hand_on(tensor)  # a write to it went unseen
         if record is None:
             if is_new:
                 self.counts.saved_bytes += num_bytes
@@ -290,7 +287,7 @@ class RecordingStage(Stage):
                 forward.walk.limit_bytes = self._decider.limit_bytes
             held_bytes = forward.live_bytes + forward.offered_bytes + num_bytes if self._has_outer else 0
             action = forward.marks.get(value) or self._decider.action(value, held_bytes)
-            drops = action is Action.RECOMPUTE and value not in forward.others  # one that was offered is offered again
+            drops = action is Action.RECOMPUTE and value not in forward.others  # an offered value is offered again
             leaves = action is Action.OFFLOAD
             if (leaves and not forward.moves) or (self._has_outer and not (drops and forward.secure(value))):
                 forward.offered_bytes += num_bytes
@@ -333,7 +330,7 @@ class RecordingStage(Stage):
             self._note_plan()
 
     def _offer(self, forward: RecordedForward, value: int, tensor: Tensor, action: Action | None) -> KeptHandle:
-        """Return the handle of a value that is not dropped, and may move: as the mark says, or as the outer context decides."""
+        """Return the handle of a value that is not dropped, and may move: by the mark, or as the outer context decides."""
         if self._moving is not None:
             handle = self._moving.take(tensor, None if action is Action.RECOMPUTE else action)
         elif action is Action.OFFLOAD:
@@ -361,7 +358,7 @@ class RecordingStage(Stage):
             self._forward.settle_on(self._state.window(device))
         return device.torch_device == torch_device
 
-    # The user's word
+    # The user's marks
 
     def mark(self, tensor: Tensor, action: Action) -> None:
         forward = self._forward
@@ -402,7 +399,6 @@ def open_recording(
     outer: SavedTensorHooks | None = None,
     settles: bool = False,
 ) -> RecordingStage:
-    """Return the recording stage for a context that is about to be entered: see there."""
     is_inner = moving is not None or is_within(tag)
     moving = moving or moving_in(outer)
     state = remat_states.open(tag)

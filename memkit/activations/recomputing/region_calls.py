@@ -1,8 +1,8 @@
 """One call of a region: a module whose forward runs again in the backward, so that autograd keeps none of its saved tensors.
 
 The tensors that autograd saves in the forward are numbered. In place of each, it holds a *placeholder* with the shape, the
-dtype and the call, which holds the module's inputs. The first placeholder that is requested runs the forward again. This gives
-each living placeholder the tensor with its number, and stops after the last one. A placeholder gives its tensor away: if it is
+dtype and the call, which holds the module's inputs. The first requested placeholder runs the forward again. This gives each
+living placeholder the tensor with its number, and stops after the last one. A placeholder gives its tensor away: if it is
 requested again, by a second backward or a node that reads a saved tensor twice, the forward runs once more.
 
 There are no reference cycles: a graph that is dropped frees its placeholders, calls and inputs.
@@ -57,7 +57,7 @@ from memkit.errors import ReplayMismatchError, note_on
 
 
 def take_off(pack: Callable[[Tensor], object]) -> bool:
-    """Remove the hooks with this pack function, even below others; return whether they were on."""
+    """Remove hooks, even below others; return whether they were on."""
     top = torch_private.top_saved_tensor_hooks(True)
     above = []
     while top is not None and top[0] is not pack:
@@ -82,8 +82,8 @@ def is_going_on(frame: FrameType) -> bool:
 
 
 class Inputs:
-    """The arguments of a module call: handles for tensors, and containers that are rebuilt for each recompute; `NoRegion` if an
-    argument is of a kind that a forward may change."""
+    """The arguments of a module call: handles for tensors, and containers that are rebuilt for each recompute; `NoRegion` if a
+    forward may change an argument of this kind."""
 
     __slots__ = ("_handles", "_indices", "_kwargs", "_leaves", "_needs_grad", "_spec", "devices")
 
@@ -98,8 +98,7 @@ class Inputs:
         self._handles: list[KeptHandle] = []
         self._needs_grad: list[bool] = []
         self._indices: list[int] = []
-        """For each leaf, the index of its tensor; -1 if it is none. A tensor that is passed twice is one tensor in a recompute
-        as well."""
+        """For each leaf, its tensor's index, -1 for none: a tensor passed twice is one tensor in a recompute too."""
         self.devices: list[torch.device] = []
         found: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
@@ -120,7 +119,7 @@ class Inputs:
         self._leaves = leaves
 
     def rebuild(self) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return the arguments for a recompute; `RuntimeError` if one of the tensors was written to since."""
+        """Raises `RuntimeError` if a tensor was written to since."""
         tensors = []
         for handle, needs_grad in zip(self._handles, self._needs_grad, strict=True):
             tensor = handle.unpack().detach()
@@ -151,12 +150,12 @@ ADVICE = "Is it deterministic, and is what it reads the same in the backward?"
 _NO_NODE = -1
 
 
-class _Stop(Exception):  # noqa: N818  # no error: a recompute has made all that is needed
+class _Stop(Exception):  # noqa: N818  # no error: a recompute has made all needed tensors
     """Raised at the save of the last tensor that a backward needs, or at the next save."""
 
 
 class Recompute:
-    """One recompute of a call. It is itself the pack hook of the recompute, and remembers what to restore after it."""
+    """It is itself the pack hook, and remembers what to restore after it."""
 
     def __init__(self, call: RegionCall) -> None:
         state = call.region.state
@@ -189,7 +188,7 @@ class Recompute:
         if number > self._last:
             if self._unwritten not in (_NO_NODE, torch_private.node_number()) and torch_private.backward_task() == -1:
                 raise _Stop
-            return tensor.detach()  # of a backward in the forward
+            return tensor.detach()  # a backward within the forward
         self.num_saved = number + 1
         place = self._places[number]
         if tensor.requires_grad:
@@ -236,7 +235,7 @@ class Recompute:
                         (call.region.code or call.region.module.forward)(*args, **kwargs)
             except _Stop:
                 if self.num_saved <= self._last:
-                    raise  # it is another's
+                    raise  # it belongs to another recompute
             finally:
                 self._put_back()
                 is_back = True
@@ -292,7 +291,7 @@ def unpack_recomputed(tensor: Tensor) -> Tensor:
 
 
 class Placeholder:
-    """What autograd holds in place of a tensor that a region saves."""
+    """Autograd holds it in place of a tensor that a region saves."""
 
     __slots__ = ("__weakref__", "call", "dtype", "shape", "tensor", "version")
 
@@ -304,8 +303,7 @@ class Placeholder:
 
 
 class RegionCall:
-    """One call of a region. It is itself the pack hook of the forward. It draws from the generators of `devices`, and of those
-    of its inputs."""
+    """One call of a region, itself the pack hook. It draws from the generators of `devices` and of its inputs."""
 
     def __init__(self, region: RegionModule, frame: FrameType, inputs: Inputs, devices: frozenset[torch.device]) -> None:
         self.region = region
@@ -329,7 +327,7 @@ class RegionCall:
             attributes = tuple(chain.from_iterable(map(itemgetter.__call__, state.attribute_getters, state.attribute_dicts)))
         except KeyError as error:
             raise NoRegion(f"its attribute {error} was deleted") from None
-        if not PLAIN.issuperset(map(type, attributes)):  # what a forward has left there may hold a graph
+        if not PLAIN.issuperset(map(type, attributes)):  # attributes that a forward has set may hold a graph
             attributes = tuple([value if type(value) in PLAIN else NOT_PLAIN for value in attributes])
         noted.attributes = attributes
         if state.places:
@@ -345,7 +343,7 @@ class RegionCall:
                 raise NoRegion("it is being captured into a CUDA graph") from None
         self.device = torch.get_default_device() if torch_private.num_function_modes() else None
         self.below: object = None
-        """The pack hook outside of this one, if that is within the context."""
+        """The pack hook outside of this one, if it is within the context."""
         self.inner: dict[RegionModule, int] = {}
         """Regions that were called within it, each with the number of its first such call."""
 
@@ -370,7 +368,7 @@ class RegionCall:
 
     def recompute(self) -> None:
         """Run the forward again, and give the placeholders their tensors. The lock is held. It raises if an input, a parameter
-        or a buffer was changed since, or if the forward has saved something else."""
+        or a buffer was changed since, or if the forward has saved other tensors."""
         region = self.region
         if self.is_broken or (self.frame is not None and not is_going_on(self.frame)):
             raise region.error("a forward that has come to its end", "one that was interrupted", "Run the forward again")
@@ -410,7 +408,7 @@ def unpack(place: Placeholder | KeptHandle) -> Tensor:
     if isinstance(place, KeptHandle):
         return place.unpack()
     tensor = place.tensor
-    while tensor is None:  # another thread may take what is made
+    while tensor is None:  # another thread may take the tensors
         with place.call.lock:
             if place.tensor is None:
                 place.call.recompute()
@@ -423,11 +421,8 @@ def unpack(place: Placeholder | KeptHandle) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionSpec:
-    """Which calls of a module are regions."""
-
     calls: frozenset[int] | None = None
-    """The numbers of the calls, from 0 on, in one `with` block; None for all. Calls with grad mode off, or within
-    `torch.utils.checkpoint`, are not counted."""
+    """Numbers from 0 on in one `with` block; None for all. Calls without grad or in a checkpoint don't count."""
     learned: LearnedReads = field(default_factory=LearnedReads)
 
 
@@ -437,10 +432,9 @@ class RegionsThread(threading.local):
         self.outer: object = None
         self.numbers: dict[RegionModule, int] = {}
         self.calls: list[RegionCall] = []
-        """The running calls, the innermost last, perhaps with some that an interrupt has left."""
         self.counted: dict[RegionModule, FrameType] = {}
-        """For each region, the frame of its last counted call, until that ends. A region may be hooked twice: by the context,
-        and by a recompute within it, perhaps in another thread."""
+        """For each region, the frame of its last counted call, until that ends. A context and a recompute within it, perhaps in
+        another thread, may both hook a region."""
         self.running: set[RegionModule] = set()
 
 
@@ -453,17 +447,15 @@ class RegionsCommon:
 
 
 class RegionModule:
-    """A module whose calls are regions, each recomputed as a whole."""
-
     def __init__(self, module: nn.Module, spec: RegionSpec, common: RegionsCommon, forward: SpannedForward | None) -> None:
         self.module, self.forward = module, forward
         self.code = code_of(module)
-        """The compiled code, if the module is compiled: it saves other tensors than the module's forward."""
+        """The code of a compiled module: it saves other tensors than the module's forward."""
         self.state = ModuleState(module, spec.learned)
         self.counts, self.thread = common.counts, common.thread
         self._calls, self._common = spec.calls, common
         self.is_sharded = is_sharded_by_fsdp2(module)
-        """Whether FSDP2's hooks gather its parameters: the call then begins and ends within these hooks."""
+        """FSDP2's hooks gather its parameters: the call then begins and ends within these hooks."""
         self._look_for_devices()
 
     def _look_for_devices(self) -> None:
@@ -502,8 +494,8 @@ class RegionModule:
             if top is not None and getattr(top[0], "__module__", "") == torch_private.CHECKPOINT_HOOKS:
                 return  # it recomputes what is inside
             if torch_private.backward_task() != -1:
-                return  # this is a recompute of another's
-        frame, calls = sys._getframe(3), thread.calls  # that of `Module._call_impl`
+                return  # another region recomputes
+        frame, calls = sys._getframe(3), thread.calls  # the frame of `Module._call_impl`
         while calls and not is_on_stack(calls[-1].frame, frame):
             _end_left(calls)  # which an interrupt has left
         if thread.counted.get(self) is frame:
@@ -513,13 +505,13 @@ class RegionModule:
         thread.numbers[self] = number + 1
         for call in calls:
             call.inner.setdefault(self, number)
-        if self.state.is_gathered and not self.state.is_current():  # they are there as long as the layer runs
+        if self.state.is_gathered and not self.state.is_current():  # gathered parameters exist as long as the layer runs
             self.state.look_again()
             self._look_for_devices()
         if self._calls is not None and number not in self._calls:
             return
         if torch_private.functorch_stack() is not None:
-            return  # what is saved is of no use outside of a transform
+            return  # tensors saved within a transform are of no use outside
         has_modes = torch_private.num_dispatch_modes() > 0
         if has_modes and is_traced():
             return
@@ -529,9 +521,9 @@ class RegionModule:
                 top = None
             if top is None and keep is KeptHandle and not has_modes:
                 inputs = Inputs(args, kwargs, KeptHandle)
-            else:  # as autograd calls a hook, and as what is no part of the forward
+            else:  # as autograd calls a hook, and outside of the forward
                 with torch.no_grad(), torch_private.without_dispatch_modes() if has_modes else nullcontext():
-                    if top is not None:  # held by hooks within the context, as these hold saved tensors
+                    if top is not None:  # hooks within the context hold it, as they hold saved tensors
                         keep = partial(ForwardedHandle, pack=top[0], unpack=top[1], is_checked=True)
                     inputs = Inputs(args, kwargs, keep)
             call = RegionCall(self, frame, inputs, self._devices)
@@ -574,7 +566,7 @@ class RegionModule:
 
 
 class _Nesting:
-    """Makes calls in a recompute be regions, as they were in the forward, even after the context was left."""
+    """Makes calls in a recompute be regions, as in the forward, even after the context was left."""
 
     def __init__(self, call: RegionCall) -> None:
         self._thread, self._inner = call.region.thread, call.inner
@@ -609,7 +601,7 @@ def _end_left(calls: list[RegionCall]) -> None:
     call = calls[-1]
     if not take_off(call) and call.below is not None:
         top = torch_private.top_saved_tensor_hooks(True)
-        if top is not None and top[0] is call.below:  # whose exit has taken off those of the call, and left its own
+        if top is not None and top[0] is call.below:  # its exit has removed the call's hooks and left its own
             torch_private.pop_saved_tensor_hooks()
     call.is_broken, call.frame = True, None
     calls.pop()

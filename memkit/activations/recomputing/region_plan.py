@@ -25,10 +25,7 @@ Reference = weakref.ref[nn.Module] | SpanReference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionPlan:
-    """Which calls are regions, and what a step takes with them."""
-
     calls: Mapping[Reference, frozenset[int]]
-    """For each module with regions, the numbers of the calls that are regions."""
     num_calls: Mapping[Reference, int]
     learned: Mapping[Reference, LearnedReads]
     shapes: tuple[tuple[int, ...], ...]
@@ -69,7 +66,7 @@ def plan_regions(
     budget_bytes = of_ops.budget_bytes or 0
     choice = planner.best(budget_bytes)
     if choice is None and of_ops.predicted_peak_bytes > budget_bytes:
-        choice = planner.least()  # neither fits: as little as can be
+        choice = planner.least()  # neither fits: take the fewest bytes
         if choice.peak_bytes > of_ops.predicted_peak_bytes:
             return None
     if choice is None or not choice.chosen:
@@ -101,7 +98,7 @@ def plan_regions(
 
 
 def region_choices(trace: OpTrace, num_ops: int, torch_device: torch.device) -> list[RegionNeeds]:
-    """Return what a step takes with each choice of regions that `plan_regions` may make, the quickest first."""
+    """Return a step's needs with each choice of regions that `plan_regions` may make, the quickest first."""
     calls, _ = _candidates(trace)
     if all(call.why_not for call in calls):
         return []
@@ -110,7 +107,7 @@ def region_choices(trace: OpTrace, num_ops: int, torch_device: torch.device) -> 
 
 def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
     """Return the calls of a step in the order in which they begin, each with its module and the reason why it can't be a
-    region. Spans that may be are among them, within their Sequential's call or another span."""
+    region. Possible spans are among them, within their Sequential's call or another span."""
 
     @functools.cache
     def why_not_of(module: nn.Module | None) -> str:

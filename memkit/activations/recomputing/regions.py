@@ -1,8 +1,8 @@
 """`Regions`: modules whose calls are recomputed as a whole. Their saved tensors are not kept; the module's forward runs again
-when a backward needs them.
+in the backward.
 
-The semantics are those of non-reentrant `torch.utils.checkpoint`: random state, autocast, early stop, nesting. Which modules
-are regions is decided elsewhere. Source: `torch.utils.checkpoint._checkpoint_without_reentrant_generator`.
+The semantics are those of non-reentrant `torch.utils.checkpoint`: random state, autocast, early stop, nesting. Source:
+`torch.utils.checkpoint._checkpoint_without_reentrant_generator`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from memkit.core.sequentials import spanned_forwards
 from memkit.core.torch_state import is_sharded_by_fsdp, is_sharded_by_fsdp2, is_there_in_backward, local_of
 
 _OWN_HOOKS = ("memkit.activations.recomputing.region_calls", "memkit.recording.module_calls")
-"""Modules whose hooks a recompute may run again, or skip."""
+"""A recompute may run these modules' hooks again, or skip them."""
 _AROUND_SHARDED = ("torch.distributed.fsdp.", "memkit.recording.borders")
 """Prefixes of the modules with hooks for FSDP2: regions begin after their pre-hooks and end before their hooks."""
 
 
 def why_not_region(module: nn.Module) -> str:
-    """Return why no call of a module can be a region, as far as the module shows it; empty if it may be one.
-
-    What only a call shows is not seen: a forward that writes to its inputs (such as `nn.ReLU(inplace=True)`), that counts in
-    plain attributes, or that draws from Python's generator.
-    """
+    """Return why no call of a module can be a region, as far as the module shows it; empty if it may be one. Only a call shows
+    a forward that writes to its inputs (such as `nn.ReLU(inplace=True)`), counts in plain attributes, or draws from Python's
+    generator."""
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
         return f"a {type(module).__name__} has no forward"
     for name in torch_private.MODULE_HOOKS:
@@ -49,7 +47,7 @@ def why_not_region(module: nn.Module) -> str:
 
 
 def _why_not_inside(part: nn.Module, *, is_region: bool) -> str:
-    """Return why a submodule prevents a module from being a region; with `is_region`, why the module itself does."""
+    """Return why a submodule, or with `is_region` the module itself, rules out a region."""
     if isinstance(part, nn.modules.lazy.LazyModuleMixin) and part.has_uninitialized_params():
         return "its parameters are made by its first call"
     if isinstance(part, torch.jit.ScriptModule):
@@ -76,8 +74,8 @@ def _why_not_inside(part: nn.Module, *, is_region: bool) -> str:
 
 
 def _why_not_sharded(module: nn.Module) -> str:
-    """Return why a module sharded by FSDP2 can't be a region. What its hooks enclose is recomputed in the module's own
-    backward, for which FSDP2 has gathered the parameters."""
+    """Return why a module sharded by FSDP2 can't be a region. The part within its hooks is recomputed in its own backward, for
+    which FSDP2 has gathered the parameters."""
     if is_compiled(module):
         return "its forward talks to other processes or devices, and is compiled"
     if not is_there_in_backward(module):
@@ -90,8 +88,7 @@ def _is_plain(parameter: nn.Parameter | None) -> bool:
 
 
 def _are_own(hooks: Mapping[int, object], beside: tuple[str, ...] = ()) -> bool:
-    """Tell whether a recompute may run all of these hooks again, or skip them; also those of modules with the prefixes
-    `beside`."""
+    """Tell whether a recompute may run again or skip all of these hooks; also those of modules with prefixes `beside`."""
     return all(home in _OWN_HOOKS or home.startswith(beside) for home in map(_home_of, hooks.values())) if hooks else True
 
 
@@ -103,11 +100,9 @@ def _home_of(hook: Any) -> str:
 class Regions(Exclusive):
     """A context in which calls of some modules are regions, for the thread that enters it and for recomputes of its calls.
 
-    It may be entered any number of times. Backwards may run after it was left.
-
-    Args:
-        chosen: the modules. A `SequentialSpan` is called as one module while this context is entered, and in recomputes.
-        keep: returns a handle for an input of a region; called with grad mode off. By default inputs stay on the device.
+    It may be entered any number of times. Backwards may run after it was left. A `SequentialSpan` among the `chosen` modules is
+    called as one module meanwhile, and in recomputes. `keep` returns a handle for an input of a region, with grad mode off; by
+    default inputs stay on the device.
     """
 
     def __init__(

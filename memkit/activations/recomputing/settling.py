@@ -21,8 +21,8 @@ _MOST_DEVIATIONS = 3
 
 
 def settle(state: RematState, options: RematOptions, decider: BudgetDecider, sizes: SizesSeen | None, is_timed: bool) -> None:
-    """Decide what the next steps do, after one was recorded to its end, perhaps with each op timed by itself, which takes time:
-    drop nothing, have regions, or be recorded."""
+    """Decide whether the next steps drop nothing, have regions, or are recorded, after one was recorded to its end, perhaps
+    with each op timed by itself, which takes time."""
     state.num_recorded += 1
     state.settled = None
     if not options.may_settle or state.num_recorded < _NUM_RECORDED or _has_wishes(state):
@@ -36,7 +36,7 @@ def settle(state: RematState, options: RematOptions, decider: BudgetDecider, siz
         return
     keeps = plan.predicted_peak_bytes <= (plan.budget_bytes or 0)
     if options.strict and keeps:
-        return  # what is only noticed once it is over comes too late
+        return  # strict must raise ahead: a deviation is only noticed after the step
     if not state.counts.num_dropped and keeps:
         if sizes is not None:  # else another plan was followed at first: the next step tells
             state.settled = settled(sizes=sizes)
@@ -54,15 +54,14 @@ def bytes_with_regions(state: RematState, options: RematOptions, trace: Trace, l
 
 
 def choices_ahead(trace: Trace, torch_device: torch.device) -> list[RegionNeeds]:
-    """Return what steps like a trace take with each choice of regions that `settle_ahead` may make, the quickest first."""
     if trace.ops is None or not trace.ops.is_measured or trace.has_marks:
         return []
     return region_choices(trace.ops, len(trace.funcs), torch_device)
 
 
 def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool:
-    """Have the next steps recompute regions, by a step that was recorded under another tag; return whether there are regions
-    that keep to the budget, which is one in bytes, or come closest to it."""
+    """Have the next steps recompute regions, by a step recorded under another tag; return whether there are regions that keep
+    to the budget, which is one in bytes, or come closest to it."""
     budget_bytes = options.budget
     assert isinstance(budget_bytes, int)
     if trace.ops is None or not trace.ops.is_measured:
@@ -87,7 +86,7 @@ def _regions_of(state: RematState, trace: Trace, of_ops: Plan, *, against_ops: b
 
 
 def _lacks_ops(state: RematState, trial: TimedWays, *, is_timed: bool) -> bool:
-    """Tell whether the next step is to recompute single ops: because another one is to be timed, or they are faster."""
+    """Tell whether the next step recomputes single ops: to time another one, or since they are faster."""
     device = state.costs.device
     if device is None or device.torch_device.type == "cpu":
         return False  # it is certain by itself
@@ -98,6 +97,5 @@ def _lacks_ops(state: RematState, trial: TimedWays, *, is_timed: bool) -> bool:
 
 
 def _has_wishes(state: RematState) -> bool:
-    """Tell whether the user has marked values to be dropped or moved, which may happen again."""
     steps = [trace.ops.step for trace in state.traces if trace.ops is not None]
     return any(step.dropped or step.moved for step in steps)

@@ -1,4 +1,4 @@
-"""`Sources`: what dropped values can be recomputed from: held roots, and kept values that no op recomputes."""
+"""`Sources` of dropped values: held roots, and kept values that no op recomputes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ _NO_NODE = -1
 
 
 class Anchors:
-    """The anchors of one forward. Their handles are held here, as those of saved tensors are held by the graph."""
-
     def __init__(self, window: OffloadWindow) -> None:
         self.window = window
         self._handles: dict[int, Handle] = {}
         self._known: dict[int, weakref.ref[Handle]] = {}
-        """Handles, including released ones, which values recomputed from them may still hold."""
+        """Includes released handles, which values recomputed from them may still hold."""
 
     @property
     def last(self) -> int:
@@ -46,7 +44,7 @@ class Anchors:
     def copy(self, value: int) -> None:
         handle = self._handles.get(value)
         if handle is not None and handle.record.residency is SavedResidency.LEAVING:
-            self.window.ledger.release(handle.record)  # the lane reads what is about to be written to
+            self.window.ledger.release(handle.record)  # the lane still reads the storage
         if handle is not None and handle.geometry is None:
             alias = handle.alias
             self._handles[value] = self._open(Geometry.of(alias).over(alias.untyped_storage().clone()))
@@ -83,14 +81,12 @@ class Anchors:
 
 
 class Origin(list["KeptHandle | Origin"]):
-    """What a dropped value is recomputed from: handles that must be held for it, and the origins of what ops make again."""
+    """Handles that a dropped value's recompute needs, and the origins of intermediate values."""
 
     __slots__ = ("__weakref__",)
 
 
 class Sources:
-    """Holds what the dropped values of one forward are recomputed from."""
-
     def __init__(self, recording: Recording, forward: RecordedForward, anchors: Anchors) -> None:
         self._recording, self._forward, self._anchors = recording, weakref.proxy(forward), anchors
         self._secured: dict[int, bool] = {}
@@ -104,7 +100,7 @@ class Sources:
         """Hold all roots that a value is made from; tell whether it can be recomputed."""
         recording, secured = self._recording, self._secured
         recording.sync()
-        if self._secured_in != self._forward.task:  # what was secured may have been written to before this backward
+        if self._secured_in != self._forward.task:  # secured values may have been written to before this backward
             self._secured_in = self._forward.task
             secured.clear()
         if recording.expected is not None:
@@ -118,7 +114,7 @@ class Sources:
             found.add(value_here)
             if lineage.maker[value_here] != NO_OP:
                 pending.extend(lineage.ins[lineage.maker[value_here]])
-        for value_here in sorted(found):  # what a value is made from comes before it
+        for value_here in sorted(found):  # sources come before their value
             maker = lineage.maker[value_here]
             if maker == NO_OP:
                 counts = self._forward.record_of(value_here) is None
@@ -128,7 +124,7 @@ class Sources:
         return secured[value]
 
     def origin_of(self, value: int) -> Origin | None:
-        """Secure a value; return what must be held for it, since it can't be recomputed; None if the value can't be."""
+        """Secure a value; return the origin that must be held for it; None if the value can't be recomputed."""
         if self._recording.expected is None:
             return Origin() if self.secure(value) else None
         return self._origin_where_unmade(value)
@@ -139,7 +135,7 @@ class Sources:
         if lineage.maker[value] == NO_OP:
             return None
         made, pending = dict[int, Origin](), [value]
-        while pending:  # each op is looked at once for all values that are made from it
+        while pending:  # visit each op once for all values made from it
             here, found, missing = pending[-1], Origin(), list[int]()
             for source in () if here in made else lineage.ins[lineage.maker[here]]:
                 handle = self._handle(source)
@@ -174,12 +170,11 @@ class Sources:
         return self._forward.handle_of(value) or self._anchors.handle(value) or self._forward.kept_source(value)
 
     def _pin(self, value: int) -> bool:
-        """Hold a value that can't be recomputed, if it is still there."""
         recording, forward = self._recording, self._forward
         if value in recording.pinned:
             return True
         anchor = self._anchors.handle(value)
-        if anchor is not None and anchor.version == 0:  # what an op has just made: no write to it goes unseen
+        if anchor is not None and anchor.version == 0:  # a fresh result of an op: no write to it goes unseen
             self.only_held.add(value)
             return True
         handle = forward.other(value)

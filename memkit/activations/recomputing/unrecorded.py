@@ -1,4 +1,4 @@
-"""Stages of steps that are not recorded: nothing to do, sizes to watch, planned regions, or every layer a region (`Layers`)."""
+"""Stages of unrecorded steps: idle, watching sizes, with planned regions, or with every layer a region."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _Packed = tuple[Tensor, int]
 
 
 class IdleStage(Stage):
-    """Does nothing with saved tensors. Marks of the user's take effect from the next step on."""
+    """Does nothing with saved tensors. The user's marks take effect from the next step on."""
 
     moves = False
 
@@ -72,8 +72,8 @@ class IdleStage(Stage):
 
 
 class WatchStage(IdleStage):
-    """Does nothing but add up saved bytes: if a step saves more than the budget, the next one is recorded. This costs one call
-    of a Python function for each save and each request."""
+    """Only adds up saved bytes: if they exceed the budget, the next step is recorded. Each save and request costs
+    a Python call."""
 
     def __init__(
         self, state: RematState, moving: Stage | None, outer: SavedTensorHooks | None, settled: Settled, budget_bytes: int
@@ -109,8 +109,6 @@ class WatchStage(IdleStage):
 
 
 class _StageWithRegions(IdleStage):
-    """Does nothing with saved tensors, while some module calls are recomputed as regions."""
-
     regions: Regions
 
     def begin(self) -> None:
@@ -126,8 +124,6 @@ class _StageWithRegions(IdleStage):
 
 
 class RegionStage(_StageWithRegions):
-    """Recomputes the calls that were planned."""
-
     def __init__(
         self,
         state: RematState,
@@ -153,7 +149,7 @@ class RegionStage(_StageWithRegions):
     def end(self, *, has_failed: bool) -> None:
         assert self._settled.regions is not None
         planned = self._settled.regions
-        self.counts.num_dropped = planned.num_dropped  # of those that count
+        self.counts.num_dropped = planned.num_dropped  # only values that count
         num_calls = {module: number for reference, number in planned.num_calls.items() if (module := reference()) is not None}
         are_planned = self._place == len(self._shapes) and self._num_calls == num_calls
         self._num_calls = {}
@@ -263,7 +259,7 @@ def open_layers_again(state: RematState, options: RematOptions, outer: SavedTens
 
 
 def _find(state: RematState, takes_less: Callable[[Trace, RegionNeeds], bool]) -> Layers:
-    """Return the layers of the model, of which recorded steps have called some, and tell the user."""
+    """Find the layers that recorded steps have called, and tell the user."""
     found, refused, why_not = dict[nn.Module, LearnedReads](), set[nn.Module | None](), ""
     for trace in state.traces:
         if trace.ops is None or not trace.ops.calls:
@@ -305,15 +301,13 @@ def _why_not_around(calls: list[ModuleCall], chosen: list[ModuleCall]) -> str:
 
 
 class LayerStage(_StageWithRegions):
-    """Recomputes all calls of some modules."""
-
     def __init__(self, state: RematState, outer: SavedTensorHooks | None, specs: dict[nn.Module, RegionSpec]) -> None:
         super().__init__(state, moving_in(outer))
         self.counts = Counts()
         self.regions = Regions(specs, keep=handing_on(None, outer), counts=self.counts)
 
     def end(self, *, has_failed: bool) -> None:
-        self.counts.num_saved = self.counts.num_dropped  # what is saved outside of the layers is not counted
+        self.counts.num_saved = self.counts.num_dropped  # tensors saved outside of the layers are not counted
         if not has_failed:
             self._warn_of_others("a {name} was not recomputed as a whole, and stays: {why}.")
 

@@ -1,4 +1,4 @@
-"""The counters of one iteration, while it runs: what `memkit.stats` reports is made of them."""
+"""The counters of a running iteration, from which `memkit.stats` reports."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 class EventPairs(deque[tuple[Event, Event]]):
-    """Seconds between pairs of timed events, added up once both are reached."""
-
     _total_s = 0.0
 
     def __init__(self) -> None:
@@ -31,8 +29,6 @@ class EventPairs(deque[tuple[Event, Event]]):
 
 
 class Transfers(deque[Transfer]):
-    """The copies of one direction."""
-
     _done_bytes = _num_done = 0
     _busy_s = 0.0
 
@@ -63,8 +59,6 @@ class Transfers(deque[Transfer]):
 
 @dataclass(slots=True, eq=False)
 class Counts:
-    """What one iteration has done so far. The first block is about moving, the second about dropping and recomputing."""
-
     ratio: float = 0.0
     window_bytes: int = 0
     seen_bytes: int = 0
@@ -84,14 +78,14 @@ class Counts:
     num_saved: int = 0
     saved_bytes: int = 0
     opless_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes of saved values that no recorded op makes, by the reason that users are told."""
+    """Bytes of saved values that no recorded op makes, by the reason for users."""
     num_dropped: int = 0
     dropped_bytes: int = 0
     peak_bytes: int = 0
     largest_bytes: int = 0
     is_to_be_judged: bool = False
     trial: TimedWays | None = None
-    """Notified when the backward begins to recompute anything."""
+    """Notified when the backward begins to recompute."""
     has_mismatch: bool = False
     num_replays: int = 0
     num_replayed_ops: int = 0
@@ -106,7 +100,7 @@ class Counts:
 
     @property
     def exceeds_budget(self) -> bool:
-        """Whether the score alone has not kept to the budget, beside what one op makes."""
+        """The score alone has exceeded the budget by more than the largest output of one op."""
         return not self.follows_plan and self.peak_bytes > self.budget_bytes + self.largest_bytes
 
     def figures_of_copies(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """`Entry`: one `with` block of a context, with its saved-tensor hooks, and the stages that each saved tensor goes through.
 
-A tensor comes to the first *stage* of the entry. The recording stage drops what can be recomputed, the moving stage moves
-tensors to host memory. A stage hands on what it does nothing with, and the last one keeps it. The stages of an outer context
-of memkit come after those of an inner one: the inner context decides first. `Unasked` notices forwards without a backward.
+A tensor comes to the first *stage* of the entry. The recording stage drops recomputable tensors, the moving stage moves tensors
+to host memory. A stage hands on all others, and the last one keeps them. The stages of an outer context of memkit come after
+those of an inner one: the inner context decides first. `Unasked` notices forwards without a backward.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def all_too_small(sizes_bytes: Collection[int], min_bytes: int, *, done: str) ->
 
 
 _MOST = 4
-"""Graphs that may go before the first backward without a word. The one of the last step is often still alive."""
+"""So many graphs may go before the first backward without a warning. The last step's graph is often still alive."""
 
 
 class Unasked:
-    """Watches the forwards under a tag until the first backward: what their graphs hold tells when it asks, or is let go."""
+    """Watches forwards until the first backward: an object in their graphs tells of requests and of its death."""
 
     def __init__(self, title: str) -> None:
         self._title = title
         self.is_over = False
-        """Whether a backward has asked, or the user was warned: from then on this costs nothing."""
+        """A backward has asked, or the user was warned: from then on, watching costs nothing."""
         self.num_unasked = 0
 
     @property
@@ -57,7 +57,7 @@ class Unasked:
         return self.is_over and self.num_unasked < _MOST
 
     def watching(self, pair: HookPair) -> HookPair:
-        """Return hooks for a forward that do the same and watch; warn if too many went unasked before it."""
+        """Return watching hooks that do the same for a forward; warn if too many forwards went unasked before it."""
         if self.num_unasked >= _MOST:
             self.is_over = True
             warn_user(
@@ -96,16 +96,13 @@ NO_PAIR: HookPair = (KeptHandle, KeptHandle.unpack)
 
 
 class Stage(ABC):
-    """What one context does with each saved tensor."""
-
     moves: ClassVar[bool]
-    """Whether it moves tensors to host memory."""
     model: nn.Module | None = None
     """The module that the context is attached to; None if it was entered by `with`."""
 
     @property
     def take_own(self) -> Callable[[Tensor], KeptHandle]:
-        """The function for tensors that autograd gives to this context itself, rather than a stage before this one."""
+        """The function for tensors that come from autograd itself, rather than a stage before this one."""
         return self.take
 
     @abstractmethod
@@ -114,7 +111,7 @@ class Stage(ABC):
 
     @abstractmethod
     def take_off(self) -> None:
-        """Undo what `begin` has set; may be called again."""
+        """Undo the effects of `begin`; may be called again."""
 
     @abstractmethod
     def end(self, *, has_failed: bool) -> None:
@@ -122,19 +119,18 @@ class Stage(ABC):
 
     @abstractmethod
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
-        """Return what autograd is to hold in place of a tensor that it saves, by the action that the user or a stage before
-        decided."""
+        """Return the handle for a tensor that autograd saves, by the action that the user or a stage before decided."""
 
     @abstractmethod
     def mark(self, tensor: Tensor, action: Action) -> None:
-        """Apply a mark of the user's to what is in a tensor now, here or in the next stage."""
+        """Apply a user's mark to the present contents of a tensor, here or in the next stage."""
 
 
 def handing_on(
     moving: Stage | None, outer: SavedTensorHooks | None, *, is_checked: bool = True
 ) -> Callable[[Tensor], KeptHandle]:
-    """Return a function that gives tensors to the next stage; without one, to outer hooks; without these, it keeps them. What
-    goes to outer hooks raises at a later write if `is_checked`, but for classes with `__torch_dispatch__`."""
+    """Return a function that gives tensors to the next stage, else to outer hooks, else keeps them. With `is_checked`, a later
+    write to a tensor in outer hooks raises, but for classes with `__torch_dispatch__`."""
     if moving is not None:
         return moving.take
     if outer is None:
@@ -154,7 +150,7 @@ class Entry:
         self.recording: Stage | None = None
         self.moving: Stage | None = None
         self.around: Entry | None = None
-        """That of the same context which the stages here leave to what they do nothing with, if they are two."""
+        """If the same context has a second entry, the stages here leave other tensors to it."""
         self.unasked: Unasked | None = None
         self._take: Callable[[Tensor], KeptHandle] = KeptHandle
         self._hooks: SavedTensorHooks | None = None
@@ -188,7 +184,7 @@ class Entry:
     def end(self, *, has_failed: bool) -> None:
         """End, since the context was left. Called again if an interrupt broke it off."""
         self._take_off()
-        self._hooks, self._take = None, KeptHandle  # they hold `pack`, and so the entry, whatever comes
+        self._hooks, self._take = None, KeptHandle  # the hooks hold `pack`, and so the entry
         try:
             for stage in self.stages:
                 stage.end(has_failed=has_failed)
@@ -202,17 +198,17 @@ class Entry:
         for stage in self.stages:
             stage.take_off()
         if self._hooks is not None:
-            self._hooks.__exit__()  # last: for as long as they are on, `end_left` will see to the others as well
+            self._hooks.__exit__()  # last: while the hooks are on, `end_left` also ends the others
         else:
             _bare.entries[:] = [found for found in _bare.entries if found[1] is not self]
 
     def stop_recording(self) -> None:
-        """Stop recording because an inner context records. Only for a context that records for the sake of the user's marks."""
+        """Stop recording because an inner context records. Only for a context that records for the user's marks."""
         recording = self.recording
         if recording is not None and self.moving is not None:
             self._take = self.moving.take_own
             recording.take_off()
-            self.recording = None  # ahead of its end, from which on nothing may be asked of it
+            self.recording = None  # before its end, after which it answers no requests
             recording.end(has_failed=False)
 
 
@@ -229,19 +225,18 @@ _bare = _Bare()
 def entries_around() -> list[Entry]:
     for _, entry in _bare.entries[::-1]:
         if entry.block is not None and entry.block() is None:
-            entry.end(has_failed=True)  # an interrupt has kept it from hearing that it was left
+            entry.end(has_failed=True)  # an interrupt has prevented its end
     owners = list(enumerate(stacked_owners(), start=1))
     around = sorted([*owners, *_bare.entries], key=operator.itemgetter(0)) if _bare.entries else owners
     return [owner for _, owner in reversed(around) if isinstance(owner, Entry)]
 
 
 def moving_in(outer: SavedTensorHooks | None) -> Stage | None:
-    """Return the stage that moves tensors in the context that has set these hooks, if there is one."""
     return outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None
 
 
 def refuse_in_budget(title: str) -> None:
-    """Raise `ValueError` if this thread is inside a `MemoryBudget`. `title` names the context that is being entered."""
+    """Raise `ValueError` inside a `MemoryBudget` of this thread. `title` names the entered context."""
     for entry in entries_around():
         if entry.kind == "MemoryBudget":
             raise ValueError(
@@ -251,7 +246,6 @@ def refuse_in_budget(title: str) -> None:
 
 
 def stop_recording() -> None:
-    """Have all contexts around stop recording: see `Entry.stop_recording`."""
     for entry in entries_around():
         entry.stop_recording()
 

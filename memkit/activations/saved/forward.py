@@ -1,4 +1,4 @@
-"""`Forward`: one forward under a context and its backwards: what it saved, and the order in which that is requested."""
+"""`Forward`: one forward under a context and its backwards: its saves, and the order of their requests."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from memkit.activations.offloading.moving_stage import RatioDecider
 
 Contents = tuple[int, int, int]
-"""What tells what is in a tensor now from what is in others, or was in it before: the storage, the tensor that counts writes to
-it, and their count. One storage may have several counters, which know nothing of each other's writes."""
+"""A key for a tensor's present contents: the storage, the tensor that counts writes to it, and their count. One storage may
+have several counters, which know nothing of each other's writes."""
 
 
 def contents_of(tensor: Tensor, storage: torch.UntypedStorage) -> Contents:
-    """Return a key for what is in a tensor now: valid as long as the storage, and the tensor with its counter, are alive."""
+    """Return a key that is valid as long as the storage, and the tensor with its counter, are alive."""
     return torch_private.storage_address(storage), id(counted_by(tensor)), torch_private.version_of(tensor)
 
 
@@ -54,35 +54,33 @@ class NumberedSaves:
 
 
 class Forward(NumberedSaves):
-    """What one forward has saved, each value once: a value is what was in a storage when it was saved first; its number is that
-    of the save. Where ops are recorded, this has only what leaves: see `RecordedForward.moving`."""
+    """The saves of one forward, each value once: a value is a storage's contents at its first save, with that save's number.
+    Where ops are recorded, this has only moved values: see `RecordedForward.moving`."""
 
     def __init__(self, share: RatioDecider, counts: Counts) -> None:
         self.share = share
         super().__init__(counts)
         self.is_broken = False
-        """Whether an interrupt may have left it half noted: then nothing more is done for it, or learned from it."""
+        """An interrupt may have left it half noted: then it does and teaches nothing more."""
         self.unwritten: list[tuple[Record, int]] = []
-        """Records that are about to leave, and the node that saves them."""
         self.forecast: Forecast | None = None
         self.known: dict[Contents, tuple[weakref.ref[Tensor], weakref.ref[Record]]] = {}
-        """What was saved, and what counts the writes to it, with its record."""
+        """For saved contents, the tensor that counts their writes, and the record."""
         self.marks: dict[Contents, tuple[weakref.ref[Tensor], Action]] = {}
         self._order: tuple[int, ...] = ()
         self._places: dict[int, int] = {}
         self.requests: list[int] = []
         self.backwards: list[tuple[int, ...]] = []
         self.is_spent = False
-        """Whether no backward is likely to ask for more: nothing is left of what one has asked for."""
+        """No backward is likely to ask for more: no requested value is left."""
         self.used: dict[int, int] = {}
-        """What this backward has asked for, in the order of first requests, and what was allocated beside the records then."""
+        """The values that this backward has requested, in order, and the bytes beside the records then."""
         self.cursor = 0
-        """Up to here in the order of the backward, no record needs to be fetched any more."""
+        """Before this place in the order of the backward, no record needs to be fetched any more."""
 
     # Forward
 
     def look_up(self, storage: torch.UntypedStorage, tensor: Tensor) -> tuple[Contents, Tensor, Record | None]:
-        """Return the key of what is in a tensor, the tensor that has its version counter, and the record if there is one."""
         base = torch_private.base_of(tensor)
         root = tensor if base is None else base
         contents = torch_private.storage_address(storage), id(root), torch_private.version_of(tensor)
@@ -104,8 +102,7 @@ class Forward(NumberedSaves):
         return found[1] if found is not None and found[0]() is counted_by(tensor) else None
 
     def finish_forward(self, *, learn: bool) -> bool:
-        """End the forward. With `learn`, file what it saved as a trace. Return whether a report that it followed did not
-        match."""
+        """End the forward. With `learn`, file its saves as a trace. Return whether a followed report did not match."""
         assert self.is_forward
         self.is_forward = False
         self.counts.window_bytes = max(self.counts.window_bytes, self.share.window_bytes)
@@ -118,7 +115,7 @@ class Forward(NumberedSaves):
         self.forecast = None
 
     def judge_waste(self) -> None:
-        """Find storages that left and that others hold beyond the forward, so that they stay in later steps."""
+        """Find moved storages that others hold beyond the forward, so that they stay in later steps."""
         trace = self.share.trace
         for record in self.records():
             if record.residency is SavedResidency.HOST and record.original() is not None:

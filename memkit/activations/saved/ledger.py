@@ -1,8 +1,8 @@
 """`Ledger`: every change of a saved storage's residency, and the copies that go with it.
 
-The ledger makes each change safe; it decides nothing. A handle or copy that dies is noted at once, on any thread, and handled
-in `Ledger.sweep`: a finalizer never issues a copy. After an exception at any line, `mend` derives totals and queues anew from
-the records: see [Note: interrupts] in `memkit.core.interrupts`.
+The ledger makes each change safe; it decides nothing. The death of a handle or copy is noted at once, on any thread, and
+handled in `Ledger.sweep`: a finalizer never issues a copy. After an exception at any line, `mend` derives totals and queues
+anew from the records: see [Note: interrupts] in `memkit.core.interrupts`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Ledger:
         self.arena = arena
         self.live_bytes = 0
         self.moving_bytes = 0
-        """Of these, the bytes of records that belong to a forward which moves some: the others can only be dropped."""
+        """Of these, the bytes of records whose forward moves some: the others can only be dropped."""
         self.peak_live_bytes = 0
         self.records = set[Record]()
         self.deaths: deque[HandleReference | CopyReference] = deque()
         self.note_death = self.deaths.append
         self.backlog: deque[Record] = deque()
-        """Records that are LEAVING, in the order of their copies. Those whose handles have died wait here for the copy."""
+        """LEAVING records in the order of their copies. Those whose handles have died wait here for the copy."""
         self.coming: dict[Record, None] = {}
         """Records that are COMING, in the order of their copies."""
         self._lanes = lanes
@@ -65,13 +65,12 @@ class Ledger:
         owner: Forward | None = None,
         index: int = -1,
     ) -> Handle:
-        """Return the handle of a new record, which `owner` may move: DEVICE."""
         stream = self.device.current_stream()
         for older in self.backlog:
-            if older.storage is storage and older.left is not None:  # it is written to while the lane reads what was there
+            if older.storage is storage and older.left is not None:  # it would be written to while the lane reads
                 self.device.wait_event(stream, older.left.done)
         for waiting, done, _ in self.orphans:
-            if waiting is storage:  # the same of a copy that nobody needs any more
+            if waiting is storage:  # the same for a copy that nobody needs any more
                 self.device.wait_event(stream, done)
         record = Record(self, storage, torch_private.version_of(tensor), stream, owner, index)
         handle = record.add_handle(tensor, unpacker, node)
@@ -94,7 +93,7 @@ class Ledger:
         record stays as it is, and `HostMemoryError` is raised."""
         assert record.residency in (SavedResidency.DEVICE, SavedResidency.BACK)
         record.span = span = self.arena.take(record.num_bytes)
-        record.storage = storage  # held from here on, whatever comes: see [Note: interrupts]
+        record.storage = storage  # held from here on even after an interrupt: see [Note: interrupts]
         record.left = self._lanes.copy_out(storage, span, after=self.device.record_event(record.stream, timed=False))
         _counts(record).moved_out.append(record.left)
         self.enter(record, SavedResidency.LEAVING)
@@ -139,7 +138,7 @@ class Ledger:
     # Dropping, and staying after all
 
     def drop(self, record: Record) -> None:
-        """Any -> DROPPED: free the bytes, wherever they are. A tensor that a backward was given stays as it is."""
+        """Any -> DROPPED: free the bytes, wherever they are. A tensor in a backward's hands stays as it is."""
         if record.residency is SavedResidency.LEAVING:
             self.release(record)
         elif record.residency is SavedResidency.COMING:
@@ -149,7 +148,7 @@ class Ledger:
         self._give_back(record)
 
     def stay(self, record: Record) -> None:
-        """LEAVING -> DEVICE, or BACK if it was recomputed: cancel its leaving."""
+        """LEAVING -> DEVICE, or BACK if it was recomputed."""
         assert record.residency is SavedResidency.LEAVING
         assert record.storage is not None
         assert record.left is not None
@@ -162,15 +161,14 @@ class Ledger:
         self._give_back(record)
 
     def count_moves(self, record: Record, counts: Counts) -> None:
-        """Let a record that could only be dropped be moved as well, and count its copies in `counts`."""
+        """Let a record that could only be dropped be moved as well."""
         assert record.counts is None
         record.counts = counts
         if record.residency in ON_DEVICE:
             self.moving_bytes += record.num_bytes
 
     def restore(self, record: Record, storage: torch.UntypedStorage) -> None:
-        """DROPPED -> BACK: the bytes were recomputed, on the current stream. HOST -> BACK: the original storage is still
-        alive."""
+        """DROPPED -> BACK: recomputed on the current stream. HOST -> BACK: the original storage is alive."""
         assert record.residency in (SavedResidency.DROPPED, SavedResidency.HOST)
         self.device.note_written(storage, 0)
         self._hold_copy(record, storage)
@@ -216,21 +214,21 @@ class Ledger:
     # Handing out
 
     def expect(self, record: Record) -> None:
-        """Expect a request for each handle of a record, perhaps another one: a backward begins."""
+        """A backward begins: expect a request, perhaps another one, for each handle of a record."""
         for reference in record.handles:
             if reference.is_counted and not reference.is_awaiting:
                 reference.is_awaiting = True
                 record.num_awaiting += 1
 
     def _hold_copy(self, record: Record, storage: torch.UntypedStorage) -> None:
-        """Hold a fetched or recomputed storage of a record until each of its handles was unpacked."""
+        """Hold it until each of the record's handles was unpacked."""
         record.storage, record.fetched_on = storage, self.device.current_stream()
         record.lent = []
         record.fetched = CopyReference(storage, record)
         self.expect(record)
 
     def hand_out(self, handle: Handle) -> Tensor:
-        """COMING or BACK -> BACK: return the tensor of a handle over the record's copy, for work on the current stream."""
+        """COMING or BACK -> BACK: return a handle's tensor over the record's copy, for work on the current stream."""
         record = handle.record
         if record.residency is SavedResidency.COMING:
             self.land(record)
@@ -255,8 +253,7 @@ class Ledger:
             handle.record.num_awaiting -= 1
 
     def fetched_copy(self, record: Record) -> torch.UntypedStorage | None:
-        """Return the fetched or recomputed copy of a record, if it is alive and no backward has written to it, nor to a saved
-        gradient that has become a leaf's `grad`."""
+        """Return the living copy; None if a backward has written to it, or to a saved gradient that is now a leaf's `grad`."""
         storage = None if record.fetched is None else record.fetched()
         if storage is None or all(lent.is_unchanged() for lent in record.lent):
             return storage
@@ -277,7 +274,7 @@ class Ledger:
             self.settle(wait=False)
 
     def settle(self, *, wait: bool) -> None:
-        """Free what is waiting for copies that are done; with `wait`, let the streams wait for the others, and free all."""
+        """Free storages whose copies are done; with `wait`, let the streams wait for the others, and free all."""
         under_way = []
         for storage, done, stream in self.orphans:
             if wait or done.is_reached():
@@ -293,7 +290,7 @@ class Ledger:
             record.num_awaiting -= 1
         if record.num_handles == 0:
             record.handles.clear()  # they hold the record
-            record.owner = record.maker = None  # it may wait for long, and a forward that lives counts in the limit
+            record.owner = record.maker = None  # it may wait for long, and a living forward counts in the limit
             if record.residency is not SavedResidency.LEAVING:
                 self.close(record)
         elif record.num_awaiting == 0 and record.residency is SavedResidency.BACK:
@@ -338,11 +335,11 @@ class Ledger:
 
 
 def _let_go(handle: Handle) -> None:
-    """Empty the alias of a handle, which then only shares the version counter of the saved tensor."""
+    """The alias then only shares the version counter of the saved tensor."""
     alias = handle.alias
     if handle.geometry is None:
         handle.geometry = Geometry.of(alias)
-        handle.alias = alias = alias.detach()  # what it was may be on its way to autograd, in another thread
+        handle.alias = alias = alias.detach()  # another thread may be handing the old alias to autograd
         alias.data = nothing(alias.dtype, alias.device)
 
 
@@ -352,7 +349,7 @@ def _counts(record: Record) -> Counts:
 
 
 def mend(ledger: Ledger, others: Sequence[Span] = ()) -> None:
-    """Repair what an interrupt left: see [Note: interrupts]. Makes the host wait for the device."""
+    """Repair the state after an interrupt: see [Note: interrupts]. The host waits for the device."""
     ledger.arena.drain()
     ledger.device.synchronize()
     for record in tuple(ledger.records):
@@ -375,8 +372,8 @@ def mend(ledger: Ledger, others: Sequence[Span] = ()) -> None:
 
 
 def _put_down(ledger: Ledger, record: Record) -> None:
-    """Let go of what the ledger itself holds on the device: nothing is under way. DEVICE and DROPPED stay, and all else
-    -> HOST, or DROPPED if it is not there. A copy is whole if it was noted that it leaves."""
+    """Let go of all storages that the ledger itself holds on the device: nothing is under way. DEVICE and DROPPED stay, and all
+    else -> HOST, or DROPPED if it is not there. A copy is whole if its leaving was noted."""
     residency = record.residency
     if residency in (SavedResidency.DEVICE, SavedResidency.DROPPED) or record.left is None:
         if record.span is not None:

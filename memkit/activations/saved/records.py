@@ -1,5 +1,5 @@
-"""What is known of each saved storage: a `Record` stands for one version of it, however many tensors autograd saved of it; a
-`Handle` is what autograd holds for one save. `Ledger` moves records from one `SavedResidency` to the next."""
+"""A `Record` stands for one version of a saved storage, however many tensors autograd saved of it; autograd holds a `Handle`
+for each save. `Ledger` moves records from one `SavedResidency` to the next."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 class SavedResidency(Enum):
-    """Where the bytes of a record are."""
-
     DEVICE = "device"
     """On the device only, held by the handles."""
     LEAVING = "leaving"
@@ -37,10 +35,10 @@ class SavedResidency(Enum):
     COMING = "coming"
     """In host memory; a copy to the device is under way or done, held by the ledger for the backward."""
     BACK = "back"
-    """On the device in a later copy, fetched or recomputed: held by who was given it, and by the ledger for as long as other
-    handles of the record wait for theirs. What was fetched is in host memory as well."""
+    """On the device in a later copy, fetched or recomputed: its receivers hold it, and so does the ledger while other handles
+    of the record wait for theirs. A fetched record is in host memory as well."""
     DROPPED = "dropped"
-    """Nowhere: what it was made from can recompute it."""
+    """Nowhere: its maker can recompute it."""
     GONE = "gone"
     """Nowhere: the last handle has died."""
 
@@ -62,8 +60,6 @@ class Unpacker(Protocol):
 
 
 class Maker(Protocol):
-    """What can recompute records that were dropped."""
-
     @property
     def lock(self) -> AbstractContextManager[object]:
         pass
@@ -72,15 +68,14 @@ class Maker(Protocol):
         """A node of the graph asks for a record."""
 
     def note_last_use(self, record: Record) -> None:
-        """The backward is about to be given a record that it will not ask for again, as far as is known."""
+        """The backward is about to get a record that it will not request again, as far as is known."""
 
     def make(self, record: Record) -> None:
         """DROPPED -> BACK, for work on the current stream."""
 
 
 class Handle(KeptHandle):
-    """One save of a tensor whose storage has a record. Once that has left the device, the alias is an empty tensor that only
-    shares the version counter."""
+    """One save of a tensor with a record. Once that has left, the alias is empty and only shares the version counter."""
 
     __slots__ = ("geometry", "node", "record", "reference", "sources", "unpacker")
 
@@ -94,7 +89,7 @@ class Handle(KeptHandle):
         self.node = node
         self.geometry: Geometry | None = None
         self.sources: Sequence[object] = ()
-        """Of what its record is made from, where that is held for it since its maker cannot recompute it."""
+        """Sources of its record, held for it if its maker cannot recompute them."""
         self.reference = HandleReference(self, record)
 
     def unpack(self) -> Tensor:
@@ -103,7 +98,7 @@ class Handle(KeptHandle):
         maker = self.record.maker
         if maker is None:
             return self.unpacker.unpack(self)
-        with maker.lock:  # ahead of another context's, as a save takes them
+        with maker.lock:  # before the other context's lock, in the order of a save
             return self.unpacker.unpack(self)
 
     @property
@@ -111,8 +106,7 @@ class Handle(KeptHandle):
         return self.alias.size() if self.geometry is None else self.geometry.size
 
     def in_place(self) -> Tensor | None:
-        """Return the tensor over the storage that it was saved from, if that is still there: writes to it count as writes to
-        the saved tensor."""
+        """Return the tensor over its original storage, if alive: writes to it count as writes to the saved tensor."""
         if self.geometry is None:
             return self.alias
         original = self.record.original()
@@ -128,9 +122,8 @@ class HandleReference(weakref.ref[Handle]):
 
     record: Record
     is_awaiting: bool
-    """Whether the backward has not been given this tensor yet, since the record was last fetched."""
+    """The backward has not got this tensor yet, since the record was last fetched."""
     is_counted: bool
-    """Whether it is one of the record's `num_handles`."""
 
     def __new__(cls, handle: Handle, record: Record) -> HandleReference:
         self = super().__new__(cls, handle, record.ledger.note_death)
@@ -155,22 +148,22 @@ class Record:
     ) -> None:
         self.ledger = ledger
         self.owner = owner
-        """The forward that moves it, if any does: kept alive for as long as a graph may ask for the record."""
+        """The forward that moves it, if any: kept alive while a graph may ask for the record."""
         self.index = index
         self.counts = None if owner is None else owner.counts
         self.maker: Maker | None = None
-        """What can recompute it, kept alive as well; None if nothing can."""
+        """Kept alive as well; None if nothing can recompute it."""
         self.value = -1
         self.num_bytes = storage.nbytes()
         self.version = version
         self.use_order = 0
         """When in the forward it was saved: see [Note: one queue for all] in `memkit.transfer.lanes`."""
         self.stream = stream
-        """The stream that was current when the storage was saved first: it has written the storage, and waits for the copy."""
+        """The stream that was current at the storage's first save: it has written the storage, and waits for the copy."""
         self.residency = SavedResidency.GONE
         self.original = weakref.ref(storage)
         self.storage: torch.UntypedStorage | None = None
-        """What the ledger itself holds: what leaves while LEAVING, the later copy while COMING and perhaps while BACK."""
+        """The ledger's own storage: the original while LEAVING, the later copy while COMING and perhaps while BACK."""
         self.handles: list[HandleReference] = []
         self.num_handles = self.num_awaiting = 0
         self.span: Span | None = None
@@ -179,7 +172,7 @@ class Record:
         self.fetched: CopyReference | None = None
         self.fetched_on: Stream | None = None
         self.lent: list[KeptHandle] = _NONE
-        """What was handed out over the later copy, without its bytes: tells whether it was written to since."""
+        """Handed-out tensors over the later copy, without their bytes: they tell of writes since."""
 
     def add_handle(self, tensor: Tensor, unpacker: Unpacker, node: int) -> Handle:
         handle = Handle(tensor, self, unpacker, node)

@@ -1,4 +1,4 @@
-"""Steps that are not recorded any more: what they do, how much they save, and whether single ops or regions are faster."""
+"""Steps that are not recorded any more: their actions, their saved bytes, and whether single ops or regions are faster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _NUM_COUNTED = 2
-"""So many steps of each way count, the fastest of them; the first one of regions does not: the allocator finds its places."""
+"""So many steps of each way count, the fastest of them. The first one of regions does not: the allocator finds its places."""
 
 
 class Way(Enum):
@@ -50,7 +50,7 @@ class TimedWays:
             self._device, self._start, self._way = device, device.record_event(), None
 
     def end_forward(self, way: Way) -> None:
-        if self._start is not None:  # else it is not known when it began
+        if self._start is not None:  # else its begin is unknown
             self._way = way
 
     def begin_backward(self) -> None:
@@ -63,7 +63,7 @@ class TimedWays:
             self._pairs[way].append((start, self._device.record_event()))
 
     def prefers_ops(self) -> bool:
-        """Tell whether single ops are known to be faster. Does not wait for what is not known yet."""
+        """Tell whether single ops are known to be faster. It does not wait for pending times."""
         if self._prefers_ops is None:
             ops, regions = self._pairs[Way.OPS], self._pairs[Way.REGIONS][1:]
             pairs = [*ops, *regions]
@@ -85,7 +85,7 @@ class SizesSeen:
     def __init__(self, min_bytes: int) -> None:
         self._min_bytes = min_bytes
         self.seen = set[int]()
-        """Addresses of storages: what was saved lives on, and so its address is its own."""
+        """By address: saved storages live on, so addresses stay their own."""
         self.made_bytes = 0
         self.other_bytes = 0
 
@@ -103,17 +103,15 @@ class SizesSeen:
             self.made_bytes += num_bytes
 
     def exceed(self, budget_bytes: int, known: SizesSeen) -> bool:
-        """Tell whether this may be more than a budget allows, given that it allows what is known."""
+        """Tell whether this may be more than a budget allows, given that it allows `known`."""
         is_more = self.made_bytes > known.made_bytes or self.other_bytes > known.other_bytes
         return is_more and self.made_bytes + self.other_bytes > budget_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """What the next steps do that are like the last recorded one, with no op recorded."""
-
     options: RematOptions
     budget_bytes: float
     sizes: SizesSeen | None = None
     regions: RegionPlan | None = None
-    """Which calls of modules are recomputed as a whole; None where nothing is dropped."""
+    """The calls of modules that are recomputed as a whole; None if nothing is dropped."""

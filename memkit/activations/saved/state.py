@@ -40,7 +40,7 @@ _NUM_VAIN, _VAIN_AMONG = 3, 100
 
 
 class TagState(ABC):
-    """What contexts of one kind remember under a tag. `lock` is held for all that is done with its saved tensors."""
+    """Callers hold `lock` for all work with its saved tensors."""
 
     name: str
 
@@ -53,7 +53,7 @@ class TagState(ABC):
         self.unasked = Unasked(f'{self.name} (tag "{tag}")')
         self._windows: dict[Device, OffloadWindow] = {}
         self.warns_for: TagState | None = None
-        """Who warns in place of this one, of which the user knows nothing."""
+        """Another state that warns in place of this one, which is unknown to the user."""
         self._warned = set[str]()
 
     def windows(self) -> list[OffloadWindow]:
@@ -87,7 +87,6 @@ class TagState(ABC):
             window.settle()
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of `memkit.stats` about what is saved, and the host memory for it."""
         windows = self.windows()
         scheduled = [forward for window in windows for forward in window.all_scheduled]
         return {
@@ -116,11 +115,11 @@ class OffloadState(TagState):
         self.ratios: deque[float] = deque(maxlen=_MAX_RATIOS)
         self.report: MemoryReport | None = None
         self.auto: tuple[tuple[MemoryReport, int, int | None], float] | None = None
-        """What was asked for when the ratio was looked for that hides its copies, and the ratio."""
+        """The arguments of the last search for a ratio that hides its copies, and the ratio."""
         self.is_recorded = False
-        """Whether forwards are recorded, since something of them was to be recomputed."""
+        """Forwards are recorded, since something of them was to be recomputed."""
         self.idles_with: object = None
-        """What was asked for where the last forward under a ratio of 0 has shown that there is nothing to do; else None."""
+        """The arguments of the last forward, if its ratio of 0 left nothing to do; else None."""
 
     def planned_window(self, device: Device, min_bytes: int) -> OffloadWindow:
         with self.lock:
@@ -136,12 +135,11 @@ class RematState(TagState):
     def __init__(self, tag: str) -> None:
         super().__init__(tag)
         self.num_inner = 0
-        """How many iterations were in a `CPUOffload` under the same tag."""
         self.num_deviations = 0
         self.is_recorded = True
         self.num_recorded = 0
         self.num_left = 0
-        """How many iterations had other regions than were planned."""
+        """How many iterations had other regions than planned."""
         self.trial: TimedWays | None = None
         self.settled: Settled | None = None
         self.traces = Traces()
@@ -149,16 +147,14 @@ class RematState(TagState):
         self._in_vain = {had_plan: deque[int](maxlen=_NUM_VAIN) for had_plan in (False, True)}
         """The numbers of the last iterations in which plans did not help, by whether they had one."""
         self.layers: Layers | None = None
-        """Modules that all iterations recompute; None before plans are given up."""
         self.moved = frozenset[int]()
-        """Values of the last forward that the context outside has moved to host memory."""
         self.device: Device | None = None
         self.costs = OpCosts()
         self._kinds = op_kinds()
         self._timed: list[tuple[OpTrace | None, Recording]] = []
 
     def know(self, kinds: OpKinds) -> None:
-        """Forget what was learned if the user now calls other ops pure: values are numbered differently then."""
+        """Forget all if other ops are pure now: values are numbered differently then."""
         if kinds is not self._kinds:
             self._kinds, self.traces = kinds, Traces()
 
@@ -170,7 +166,7 @@ class RematState(TagState):
             self.num_deviations += 1
 
     def choose_again(self) -> None:
-        """Record the next step and choose regions anew, since a call could not be the region that it was planned to be."""
+        """Record the next step and choose regions anew, since a call could not be the planned region."""
         self.unsettle()
         for trace in self.traces:
             if trace.ops is not None:
@@ -183,8 +179,7 @@ class RematState(TagState):
     def learn(
         self, decider: Decider, recording: Recording, saves: Sequence[int], nodes: Sequence[int], calls: Sequence[NotedCall]
     ) -> OpTrace | None:
-        """Return what is known of a recorded forward that is over. It was in vain if it was like none before, or if there is no
-        plan for such ones even after three."""
+        """A forward is in vain if it is like none before, or if there is no plan for it even after three."""
         trace = self.traces.learn(decider.follower, recording, saves, nodes, calls)
         if not decider.follows_plan and trace.ops is not None and not trace.has_marks:
             has_no_plan = trace.ops.num_seen > 3 and self.unasked.was_asked and getattr(trace.learned, "planner", None) is None
@@ -193,7 +188,7 @@ class RematState(TagState):
         return trace.ops
 
     def note_in_vain(self, *, had_plan: bool, is_enough: bool = False) -> None:
-        """Note that plans do not help in this iteration, which had one that took more than the budget, or had none. With
+        """Note that plans do not help in this iteration, whose plan took more than the budget, or which had none. With
         `is_enough`, that alone is reason to give up plans."""
         numbers = self._in_vain[had_plan]
         if is_enough or self.num_iterations not in numbers:
@@ -223,13 +218,13 @@ class RematState(TagState):
 
     @property
     def gives_up_plans(self) -> bool:
-        """Whether recording takes more than plans bring, since iterations don't repeat."""
+        """Recording takes more than plans bring, since iterations don't repeat."""
         if self.layers is not None:
             return True
         return any(len(found) == _NUM_VAIN and found[-1] - found[0] < _VAIN_AMONG for found in self._in_vain.values())
 
     def are_measured(self) -> bool:
-        """Tell whether it is known what each op takes in all that may come again. Which one a forward is shows too late."""
+        """Tell whether the times of all forwards that may come again are known. Which one comes shows too late."""
         return all(trace.ops.is_measured for trace in self.traces if trace.ops is not None and trace.is_worth_a_plan)
 
     def note_timed(self, trace: OpTrace | None, recording: Recording) -> None:
@@ -256,7 +251,7 @@ def _warn_once(state: weakref.ref[TagState], what: str, message: str) -> None:
 
 
 _retired = set[OffloadWindow]()
-"""Windows without a tag that still hold host memory: a graph needs it, or a copy."""
+"""Windows that still hold host memory: a graph needs it, or a copy."""
 
 
 def _settle_retired() -> None:
@@ -270,8 +265,6 @@ _State = TypeVar("_State", bound=TagState)
 
 
 class States(dict[str, _State]):
-    """The states of one kind of context, by their tags."""
-
     def __init__(self, make: Callable[[str], _State]) -> None:
         super().__init__()
         self._make = make

@@ -1,9 +1,9 @@
-"""Which forward is like which: the sequences of saves, and of ops, that a tag has seen, and what was learned about each.
+"""The sequences of saves, and of ops, that a tag has seen, and what was learned about each.
 
-A *trace* is the sequence of saves of one forward, with what was learned about it: which storages others keep alive, in which
-order the backward asks for them, how much else is on the device at each such moment. A forward follows the trace that has begun
-alike (`Follower`), and goes by its plan. `OpTrace` knows the ops of a recorded forward, `Capture` a forward that a schedule is
-made from.
+A *trace* is the sequence of saves of one forward, with learned facts: which storages others keep alive, in which order the
+backward asks for them, how much else is on the device at each such moment. A forward follows the trace that has begun alike
+(`Follower`), and goes by its plan. `OpTrace` knows the ops of a recorded forward, `Capture` a forward that a schedule is made
+from.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from memkit.recording.module_calls import Aftermath, NotedCall, SpanCall, span_c
 from memkit.recording.recording import Recording, names_of, step_of
 
 NO_VALUE = -1
-"""The number of what stays because of what it is: too small, a parameter, the caller's."""
+"""The number of a tensor that always stays: too small, a parameter, the caller's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,16 @@ class SeenSave:
     """None for a tensor that is not told from others: one of a class of its own, or without a shape."""
     dtype: torch.dtype | None
     value: int
-    """The number of the saved value, which several may be of; `NO_VALUE` if it counts for nothing."""
+    """The number of the saved value, perhaps of several saves; `NO_VALUE` if it does not count."""
     geometry: Geometry | None
     num_bytes: int
     is_written: bool
-    """Whether the storage has been written when it is saved: see [Note: saved before it is written]."""
+    """The storage has been written when it is saved: see [Note: saved before it is written]."""
     node: int
-    """The number of the node that saves it, from the first one on: equal for what is saved at once."""
+    """The number of the saving node, from the first one on: equal for tensors saved at once."""
     num_values: int
     before: int
-    """The value that the same storage was saved as before, if this one is saved for the first time; else `NO_VALUE`."""
+    """The value that the same storage was saved as before, at the first save of this one; else `NO_VALUE`."""
     seen_bytes: int
 
     def is_like(self, tensor: Tensor) -> bool:
@@ -64,8 +64,6 @@ _DIGITS = re.compile(r"\d+")
 
 @dataclass(eq=False, slots=True)
 class OpTrace:
-    """What is known of the ops of a trace."""
-
     step: Step
     names: dict[int, tuple[str, str]]
     """For each saved value that ops make, the op and the module."""
@@ -88,7 +86,7 @@ class OpTrace:
         return self._planner
 
     def plan(self, budget_bytes: int, score: DTRScore) -> Plan:
-        """Return the plan for a budget; `BudgetInfeasible` if there is none."""
+        """Raises `BudgetInfeasible` if there is none."""
         key = (budget_bytes, score)
         if key not in self._plans:
             self._plans[key] = self.planner(score).plan(budget_bytes)
@@ -114,11 +112,11 @@ class OpTrace:
         calls = tuple(replace(call, device_s=known_s.get((call.name, call.number), 0.0)) for call in planned)
         modules, spans = tuple(call.module for call in noted), span_calls(noted, recording, aftermath, alike)
         self._regions.clear()
-        self.calls, self.modules, self.spans = calls, modules, spans  # at once, so that an interrupt leaves them of one kind
+        self.calls, self.modules, self.spans = calls, modules, spans  # set together, so that they match after an interrupt
         self.num_noted += 1
 
     def learn_calls(self, taken_s: Mapping[int, float]) -> None:
-        """It is known what compiled calls took, by their places: those that are alike take the median, whether timed or not."""
+        """Learn the seconds of compiled calls, by their places: alike calls take the median, timed or not."""
         alike = dict[Any, list[float]]()
         kinds = [_kind_of(call, module()) for call, module in zip(self.calls, self.modules, strict=True)]
         for place, seconds in taken_s.items():
@@ -130,7 +128,6 @@ class OpTrace:
         self._regions.clear()
 
     def learn_order(self, uses: tuple[int, ...], use_ends: tuple[int, ...], rewritten_bytes: Mapping[int, int]) -> None:
-        """Take up what a whole backward has asked for, and which roots were written to by its end."""
         retained_bytes = {**self.step.retained_bytes, **rewritten_bytes}
         self.learn(replace(self.step, uses=uses, use_ends=use_ends, retained_bytes=retained_bytes))
         self.has_order, self.rewritten = True, frozenset(rewritten_bytes)
@@ -142,7 +139,7 @@ class OpTrace:
 
 
 def _kind_of(call: ModuleCall, module: nn.Module | None) -> tuple[object, ...]:
-    """Return what calls have in common that take as long: those of the blocks of a model."""
+    """Return the common key of calls that take as long: those of a model's blocks."""
     return type(module), _DIGITS.sub("*", call.name), call.shapes, call.saves[1] - call.saves[0]
 
 
@@ -167,41 +164,38 @@ class SaveKey(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Trace:
-    """One sequence of saves, and of the ops among them where these are recorded, with what is known about it."""
-
     keys: tuple[SaveKey, ...]
     funcs: Sequence[Any] = ()
     ops: OpTrace | None = None
     held: set[int] = field(default_factory=set)
     """Saves whose storage others keep alive: to move them frees nothing."""
     order: tuple[int, ...] | None = None
-    """In which order the backward asks for them first; None until a whole backward was seen."""
+    """The backward's order of first requests; None until a whole backward was seen."""
     working_bytes: tuple[int, ...] = ()
-    """For each place in that order, what else was allocated on the device at that moment."""
+    """For each place in that order, the other bytes on the device at that moment."""
     requests: tuple[tuple[int, ...], ...] | None = None
-    """For each backward that a forward takes, the value of each request, perhaps again."""
+    """For each backward of a forward, the value of each request, perhaps again."""
     seen: tuple[SeenSave, ...] | None = None
-    """All that the hooks were given, where that is known: later forwards may follow a schedule."""
+    """All that the hooks were given, if known: later forwards may follow a schedule."""
     seen_under: object = None
-    """What was asked for then, on which that depends; None where it is to be looked at again."""
+    """The arguments that `seen` depends on; None to look again."""
     paused: tuple[int, ...] = ()
     schedule: tuple[object, Any] | None = None
     num_awaited: int | None = None
-    """Where forwards came to it from the schedule of another that begins alike: for how many more, at most, none follows a
-    schedule, so that it is looked at whole."""
+    """How many more forwards follow no schedule, so that it is seen whole, once one left another's schedule for it."""
     was_come_to: bool = False
-    """Whether a forward has come to it so, and its backward was not seen as one of its own."""
+    """A forward has come to it so, and its backward was not seen as one of its own."""
     is_report: bool = False
     """Made from a report, which does not know all that a context sees (large buffers, frozen casts): strangers are let pass."""
     learned: Any = None
-    """What else is known of such steps, for the room that has planned them: it is no part of the sequence."""
+    """Facts for the room that has planned such steps: they are no part of the sequence."""
     is_worth_a_plan: bool = True
-    """Whether it may come again: a model that takes another path each time is not planned each time."""
+    """It may come again: a model that takes another path each time is not planned each time."""
     _plan: tuple[tuple[float, int | None, int], Plan] | None = None
 
     def await_whole(self) -> None:
-        """A forward came to this one from the schedule of another: have the next ones looked at, if it may come again. That is
-        known of one whose backward was seen, and of one to which a forward came so before."""
+        """A forward deviated to this one from another's schedule: look at the next ones whole, if it may come again. It may if
+        its backward was seen, or if a forward came to it so before."""
         if self.num_awaited is None and self.seen is None and (self.requests is not None or self.was_come_to):
             self.num_awaited = _MAX_AWAITED
         self.was_come_to = True
@@ -221,7 +215,7 @@ class Trace:
         return 0 if self.ops is None else self.ops.num_noted
 
     def plan(self, ratio: float, window_bytes: int | None) -> Plan:
-        """Return what to keep and what to move. A window of None is twice the largest storage."""
+        """Return the kept and moved values. A window of None is twice the largest storage."""
         asked = (ratio, window_bytes, len(self.held))  # `held` only grows
         if self._plan is None or self._plan[0] != asked:  # a schedule may ask for another ratio each time
             sizes = [key.num_bytes for key in self.keys]
@@ -248,12 +242,12 @@ def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
 
 
 class Traces:
-    """The traces of one tag, the last one followed first."""
+    """The last followed trace is first."""
 
     def __init__(self) -> None:
         self._known: list[Trace] = []
         self._after: dict[tuple[Trace | None, Trace], Trace] = {}
-        """For each two in a row, which one came next the last time; and the same for each alone, behind None."""
+        """For each two in a row, the one that came next the last time; and the same for each alone, behind None."""
         self._before: Trace | None = None
 
     def __len__(self) -> int:
@@ -268,7 +262,7 @@ class Traces:
 
     @property
     def expected(self) -> Trace | None:
-        """The one that came next when the last two were followed before, or else the last one."""
+        """The trace that followed the last two when they came before, or else the last one."""
         last = self.latest
         return None if last is None else self._after.get((self._before, last)) or self._after.get((None, last))
 
@@ -294,10 +288,9 @@ class Traces:
     def learn(
         self, follower: Follower, recording: Recording, saves: Sequence[int], nodes: Sequence[int], calls: Sequence[NotedCall]
     ) -> Trace:
-        """Return the trace of a recorded forward that is over, which is put first."""
         trace = self.find(follower.keys, recording.funcs)
         if trace is None:
-            marks = {key.value: key.mark for key in follower.keys}  # those given before the save tell one trace from another
+            marks = {key.value: key.mark for key in follower.keys}  # marks given before the save distinguish traces
             ops = OpTrace(step_of(recording, saves, nodes, marks), names_of(recording, dict.fromkeys(saves)))
             trace = Trace(keys=tuple(follower.keys), funcs=recording.funcs, ops=ops, is_worth_a_plan=not self._known)
         elif trace.ops is not None:
@@ -348,8 +341,7 @@ class Follower:
         self._num_matched = 0
 
     def note(self, key: SaveKey, funcs: Sequence[Any] = ()) -> int | None:
-        """Note the next save, and the ops up to it; return its place in the trace that is followed: None without one,
-        `STRANGER` if a report does not know it."""
+        """Note a save and its ops; return its place in the followed trace, `STRANGER` if a report has none."""
         keys, trace, place = self.keys, self.trace, self._place
         if trace is None:
             if keys:
@@ -373,13 +365,12 @@ class Follower:
         return None if other is None else len(keys) - 1
 
     def pass_over(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        """Pass a save that is left alone because of whose storage it is, which a report may have foretold."""
         trace, place = self.trace, self._place
         if trace is not None and trace.is_report and place in trace.held and trace.keys[place] == key_of(tensor, storage):
             self._place += 1
 
     def give_up(self) -> None:
-        """Hold the forward against none from here on: not all that it has saved was noted."""
+        """Compare the forward with no trace from here on: not all of its saves were noted."""
         self.keys.append(SaveKey(0))
         self.trace = None
 
@@ -389,17 +380,15 @@ class Follower:
 
 
 class Capture:
-    """Notes what the hooks of one entry are given, and what becomes of it."""
-
     def __init__(self) -> None:
         self.saves: list[SeenSave] = []
         self.paused: list[int] = []
         self._first_node = 0
         self._numbers = set[int]()
         self._values: dict[int, tuple[int, Any]] = {}
-        """By address, the last value that a storage was saved as, and a weak reference to that."""
+        """By address, the last value of a saved storage, and a weak reference to the storage."""
         self.is_whole = True
-        """Whether all was noted that may leave, and all of it may be told from other things."""
+        """All movable tensors were noted, and can be told from others."""
 
     def note(self, tensor: Tensor, packed: KeptHandle, num_values: int, seen_bytes: int) -> None:
         kind = type(packed)
@@ -409,7 +398,7 @@ class Capture:
             self.is_whole = False
 
     def add(self, tensor: Tensor, value: int, num_values: int, seen_bytes: int) -> bool:
-        """Note one save of a value, `NO_VALUE` for none; tell whether it may be told from others by its shape."""
+        """Note one save of a value, `NO_VALUE` for none; tell whether its shape may tell it from others."""
         geometry, num_bytes, before = None, 0, NO_VALUE
         if value != NO_VALUE:
             storage = tensor.untyped_storage()
