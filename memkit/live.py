@@ -66,7 +66,7 @@ _OF_DISK = {"disk": "disk_bytes", "read": "disk_read_bytes", "written": "disk_wr
 """Names of values, and their fields."""
 
 _OF_DEVICE = ("peak", "predicted_peak")
-"""Values that count everything on the device: of several `LayerOffload`s the highest is shown; other values are summed."""
+"""Values that count everything on the device: of several `LayerOffload` objects the highest is shown, of others the sum."""
 
 
 class Feature(Protocol):
@@ -84,7 +84,7 @@ def live_values(*sources: str | Feature) -> dict[str, float]:
     "predicted_step_ms", "memkit/states/host_gib" of host memory beside the "room_gib" on the device. Values that are not known
     yet, or that a feature does not have, are left out. A call waits for nothing: seconds cover the work finished by now.
 
-    Several `LayerOffload`s share their names: a peak, which counts everything on the device, is the highest of them, and any
+    Several `LayerOffload` objects share names: a peak, which counts everything on the device, is the highest of them, and any
     other value is the sum over those that know it. So is the time of a step: their models run one after the other.
 
     Args:

@@ -87,21 +87,21 @@ def test_layering_check_can_fail() -> None:
 
 
 MOST_LINES = {
-    "": 518,
-    "activations": 12104,
-    "cli": 1304,
-    "core": 3071,
-    "device": 1470,
-    "distributed": 730,
-    "integrations": 836,
-    "optimizers": 590,
-    "page": 617,
-    "plan": 7746,
-    "profile": 5756,
-    "recording": 3067,
-    "states": 6710,
-    "transfer": 2336,
-    "weights": 5175,
+    "": 505,
+    "activations": 11866,
+    "cli": 1297,
+    "core": 3010,
+    "device": 1469,
+    "distributed": 725,
+    "integrations": 831,
+    "optimizers": 562,
+    "page": 607,
+    "plan": 7630,
+    "profile": 5693,
+    "recording": 2964,
+    "states": 6447,
+    "transfer": 2304,
+    "weights": 4976,
 }
 """The lines that each room may have, "" for the modules beside the rooms: raised only by a commit that says what for."""
 

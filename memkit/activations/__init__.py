@@ -1,14 +1,16 @@
 """Act on saved tensors: move them to the host and back, or drop them and recompute them.
 
-- `cpu_offload`, `rematerialize`, `memory_budget`: `CPUOffload`, `Rematerialize`, `MemoryBudget`
-- `attach`: a context around each forward of a module
-- `context`: the common base of contexts
+- `cpu_offload`: `CPUOffload`
+- `rematerialize`: `Rematerialize`
+- `memory_budget`: `MemoryBudget`
+- `attach`: `attach`: a context around each forward of a module; warns where that is never called
+- `context`: what all contexts share, so that `attach` can enter them
 - `marks`: `keep`, `offload`, `recompute`: the user's choice for single tensors
-- `stats`: figures of the contexts under a tag
-- `saved/`: hooks, records and the ledger of bytes, for every context
-- `offloading/`: moves tensors, for `CPUOffload`
-- `recomputing/`: drops and recomputes tensors, for `Rematerialize`
-- `budgeting/`: both under one budget, for `MemoryBudget`
+- `stats`: `stats`: what contexts did under a tag
+- `saved/`: what every context does: hooks, records, the ledger of bytes
+- `offloading/`: moving: what `CPUOffload` does with each tensor
+- `recomputing/`: dropping and recomputing: what `Rematerialize` does with each tensor
+- `budgeting/`: both under one budget: what `MemoryBudget` does with each tensor
 """
 
 from memkit.activations.attach import Attachment, attach
@@ -37,7 +39,7 @@ __all__ = [
 
 
 def reset(tag: str) -> None:
-    """Forget everything under a tag: plans, counts, and the host memory once no graph needs it. Unknown tags are fine."""
+    """Forget what is kept under a tag: plans, counts, and the host memory once no graph needs it. Unknown tags are fine."""
     offload_states.forget(tag)
     remat_states.forget(tag)
     budget_states.forget(tag)

@@ -16,7 +16,7 @@ from memkit.activations.recomputing.module_state import LearnedReads
 from memkit.activations.recomputing.region_calls import RegionSpec
 from memkit.activations.recomputing.regions import Regions, why_not_region
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.entry import NO_PAIR, Stage, handing_on, is_within, moving_in, unpack
+from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, handing_on, is_within, moving_in, unpack
 from memkit.activations.saved.settled import Settled, SizesSeen, Way
 from memkit.activations.saved.state import RematState, remat_states
 from memkit.core import torch_private
@@ -205,7 +205,7 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
         if len(specs) < len(planned.calls):
             state.unsettle()
             return None
-    moving = moving_in(outer)
+    moving = outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None
     stage = None if planned is None else RegionStage(state, moving, outer, settled, specs)
     if stage is not None and (all_have_hooks() or stage.regions.has_hooks):  # which may have been set since it was planned
         state.unsettle()
