@@ -101,7 +101,7 @@ MOST_LINES = {
     "recording": 2964,
     "states": 6447,
     "transfer": 2304,
-    "weights": 4976,
+    "weights": 4978,
 }
 """The lines that each room may have, "" for the modules beside the rooms: raised only by a commit that says what for."""
 

@@ -20,6 +20,7 @@ from memkit.device import Device, cuda_is_available, open_device
 from memkit.errors import warn_user
 from memkit.plan import plan_again
 from memkit.transfer.disk import Disk
+from memkit.weights import shares
 from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt, refuse_tied, without_modes
 from memkit.weights.forwards import Forwards
 from memkit.weights.from_files import FilePath, FileWeights
@@ -36,7 +37,6 @@ from memkit.weights.shares import (
     chunks_of,
     costs_of,
     plan_layers,
-    plan_measured,
     why_layers_free_nothing,
 )
 from memkit.weights.stats import LayerStats
@@ -253,7 +253,9 @@ class LayerOffload(NotCopied, EnteredOnce):
         """Choose, by the timed step, which layers stay on the device from now on."""
         before, costs, counter = self.plan, costs_of(self._candidates, times), self.device.memory_counter()
         capacity_bytes, num_slots = None if counter is None else counter.capacity_bytes(), self._num_slots
-        chosen = plan_measured(costs, times, before, train=self.train, num_slots=num_slots, capacity_bytes=capacity_bytes)
+        chosen = shares.plan_measured(
+            costs, times, before, train=self.train, num_slots=num_slots, capacity_bytes=capacity_bytes
+        )
         staying = [chunk for chunk in self._chunks if chunk.name not in chosen.streamed]
         self.plan = before if staying else chosen
         if staying:
