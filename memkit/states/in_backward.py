@@ -232,7 +232,7 @@ class BackwardSteps:
     def _are_zeroed(self) -> bool:
         return not any(type(piece.records[0].parameter.grad) is ConsumedGradient for piece in self._met)
 
-    def _let_go_of(self, entry: Any) -> None:
+    def _let_go_of(self, entry: tuple[Stream, Event, list[Tensor]]) -> None:
         """Let a gradient go once its stream waits for its step, unless another thread has done so."""
         stream, stepped, held = entry
         self._device.wait_event(stream, stepped)

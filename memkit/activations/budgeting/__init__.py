@@ -6,8 +6,8 @@
 - `planned_forward`: a recorded forward that follows a plan
 - `ways`: times plans of single ops, and regions with copies or without
 - `inside`: `activation_memory_budget` of compiled blocks
-- `state`: memory under a tag
-- `limits`: the budget, and its part for a step
-- `meter`: measures a step; its trace is planned from, and predicts steps without a plan
+- `state`: the state of a tag, from one iteration to the next
+- `limits`: the budget, and the bytes of it that a step may allocate
+- `meter`: measures a step, makes the trace for plans from it, and predicts steps without a plan
 - `learning`: measurements and plans of each kind of step, how fast copies are, and how well plans predict
 """

@@ -1,4 +1,4 @@
-"""`BudgetState`: memory of `MemoryBudget` under a tag from one iteration to the next."""
+"""`BudgetState`: the state of a tag of `MemoryBudget`, from one iteration to the next."""
 
 from __future__ import annotations
 
