@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memkit.activations.context import ForwardContext
 from memkit.activations.offloading.moving_stage import MovingStage, OffloadOptions, offload_figures, paused
@@ -17,8 +17,9 @@ from memkit.activations.saved.state import OffloadState, offload_states
 from memkit.activations.stats import report_from
 from memkit.core import torch_private
 from memkit.core.features import refuse_in_profile
-from memkit.core.hooks import HookPair, in_checkpoint, innermost_pair
+from memkit.core.hooks import HookPair, SavedTensorHooks, in_checkpoint, innermost_hooks, innermost_pair
 from memkit.core.interrupts import Block
+from memkit.core.kept import KeptHandle
 from memkit.core.sizes import check_budget_bytes, check_bytes, format_bytes
 from memkit.core.torch_state import in_dual_level
 from memkit.device import Device, open_device
@@ -226,26 +227,31 @@ class CPUOffload(ForwardContext):
 
 
 class _NoOffload(ForwardContext):
+    _hooks: SavedTensorHooks | None = None
+
     def _begin(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]], block: Block) -> None:
+        around = innermost_hooks()
         paused.blocks.append(block)
-        _note_pause()
+        self._hooks = None
+        if around is not None and isinstance(around.owner, Entry) and around.owner.recording is None:
+            self._hooks = SavedTensorHooks(_kept, unpack, block=block)  # a forward that follows a schedule sees no save
+            self._hooks.__enter__()
 
     @property
     def _title(self) -> str:
         return "no_offload"
 
     def end_block(self, *, has_failed: bool) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__()
         paused.leave(self._block)
-        _note_pause()
 
     def __repr__(self) -> str:
         return "<no_offload: nothing that is saved here moves>"
 
 
-def _note_pause() -> None:
-    for entry in entries_around():
-        if isinstance(entry.moving, MovingStage):
-            entry.moving.note_pause()
+def _kept(tensor: Tensor) -> KeptHandle:
+    return KeptHandle(tensor)
 
 
 def no_offload() -> ForwardContext:

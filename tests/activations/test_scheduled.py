@@ -402,7 +402,7 @@ def test_host_memory_that_is_short_for_a_moment(offloads: Offloads, monkeypatch:
         follows.append(offloads.follows)
         assert_same_bits([gradient_of(y, x)], [wanted])
         del y
-    assert follows == [False] * 3 + [True] * 5
+    assert follows == [False] + [True] * 7
 
 
 def test_peek_ahead_of_the_backward(offloads: Offloads) -> None:

@@ -21,7 +21,6 @@ from memkit.plan.plans import Action
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, copy_by_turns
 
-_MOST_PASSED = 64
 _MOST_LOOKS = 3
 _MAX_PLACES = 4
 _MOST_STALL = 1 / 20
@@ -39,33 +38,14 @@ class ScheduledSave:
     is_moved: bool
     is_rest: bool
     is_first: bool
-    is_kept: bool
-    """Nothing is done with it, even at its request."""
+    stays: bool
+    """Nothing is done with it, even at its request; other actions may be due with the save."""
     before: int | None
     """The value, moved as well, that the same storage was saved as before; None if there is none."""
-    num_pauses: int
-    """The number of `no_offload` regions begun or ended so far, if one did since the last save; else -1."""
     num_sent: int
     num_released: int
     geometry: Geometry | None
     nothing: Tensor | None
-    stays: bool = False
-    """Nothing is done with it or asked; other actions may be due with the save."""
-    stride: tuple[int, ...] | None = None
-    offset: int | torch.SymInt | None = None
-    is_conj: bool = False
-    is_neg: bool = False
-
-    def __post_init__(self) -> None:
-        self.stays = self.is_kept and self.num_pauses < 0
-        geometry = self.geometry
-        if geometry is not None:
-            self.stride, self.offset, self.is_conj, self.is_neg = (
-                geometry.stride,
-                geometry.offset,
-                geometry.is_conj,
-                geometry.is_neg,
-            )
 
 
 class Schedule:
@@ -80,16 +60,13 @@ class Schedule:
         device: Device,
         num_values: int,
         requests: Sequence[Sequence[int]],
-        paused: Sequence[int],
     ) -> None:
         copies = self.copies = parts[0]
         self.parts, self.num_values = parts, num_values
-        self.num_passed = self._num_refused = 0
-        """How many more forwards go without it, since host memory is short: some values may find room."""
         self.sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
         self.rest = leaving.difference(*requests)
         """Moved values that no backward asks for: they may outlive the backwards."""
-        self.saves = self._saves(seen, leaving, device.torch_device, paused)
+        self.saves = self._saves(seen, leaving, device.torch_device)
         self.num_requests = [[0] * num_values for _ in parts]
         for counted, asking in zip(self.num_requests, requests, strict=True):
             for value in asking:
@@ -119,11 +96,8 @@ class Schedule:
         self._num_looks = 0
         self._placed: dict[object, PlacedCopies] = {}
 
-    def _saves(
-        self, seen: Sequence[SeenSave], leaving: Collection[int], torch_device: torch.device, paused: Sequence[int]
-    ) -> list[ScheduledSave]:
+    def _saves(self, seen: Sequence[SeenSave], leaving: Collection[int], torch_device: torch.device) -> list[ScheduledSave]:
         asked = {value for part in self.parts for value in part.requests}
-        pauses = {place: number for number, place in enumerate(paused, start=1)}
         befores, made = dict[int, int](), list[ScheduledSave]()
         for place, save in enumerate(seen):
             value, is_moved, is_first = save.value, save.value in leaving, save.value not in befores
@@ -138,9 +112,8 @@ class Schedule:
                     is_moved=is_moved,
                     is_rest=value in self.rest,
                     is_first=is_first,
-                    is_kept=not (is_moved or value in asked),
+                    stays=not (is_moved or value in asked),
                     before=None if before == NO_VALUE else before,
-                    num_pauses=pauses.get(place, -1),
                     num_sent=self.copies.num_sent[place],
                     num_released=self.copies.num_released[place],
                     geometry=save.geometry,
@@ -148,17 +121,6 @@ class Schedule:
                 )
             )
         return made
-
-    def note_no_room(self) -> None:
-        """Note that there is no host memory for it: some forwards do without it, more each time, up to `_MOST_PASSED`."""
-        self._num_refused += 1
-        self.num_passed = min(2**self._num_refused, _MOST_PASSED)
-
-    def pass_once(self) -> bool:
-        if self.num_passed:
-            self.num_passed -= 1
-            return True
-        return False
 
     def _peak_bytes(self, requests: Sequence[Sequence[int]]) -> int:
         """Return the most bytes of its values on the device. A value that stays is freed by its last requesting backward."""
@@ -220,7 +182,6 @@ def make_schedule(
     limit_bytes: int,
     forecast: Forecast | None,
     device: Device,
-    paused: Sequence[int],
 ) -> Schedule:
     """Return the schedule of a trace. The forecast of the device's bytes counts if there is one backward alone."""
     sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
@@ -243,9 +204,7 @@ def make_schedule(
     visible = leaving.union(*(part.requests for part in parts))
     told = [(_told(part, asked, visible), asked) for part, asked in zip(parts, requests, strict=True)]
     told = [(part, asked) for part, asked in told if part.requests] or told[:1]  # the others do nothing
-    return Schedule(
-        seen, plan, leaving, [part for part, _ in told], device, len(plan.saves), [asked for _, asked in told], paused
-    )
+    return Schedule(seen, plan, leaving, [part for part, _ in told], device, len(plan.saves), [asked for _, asked in told])
 
 
 def _told(part: CopySchedule, asked: Sequence[int], visible: Collection[int]) -> CopySchedule:

@@ -77,7 +77,6 @@ class ScheduledForward:
         """The number of its first saves that another schedule, which begins alike, has handled."""
         self.tried: tuple[Trace, ...] = (trace,)
         """This trace, and others that did not match."""
-        self.num_pauses = 0
         self.num_sent = self.num_released = 0
         num_values = schedule.num_values
         self.held: list[torch.UntypedStorage | None] = [None] * num_values
@@ -178,11 +177,6 @@ class ScheduledForward:
         with self.at_home():
             while self.num_released < self.num_sent:
                 self._release_next()
-
-    def note_pause(self) -> bool:
-        paused, number = self.trace.paused, self.num_pauses
-        self.num_pauses = number + 1
-        return number < len(paused) and paused[number] == self.num_saves
 
     @property
     def is_complete(self) -> bool:
@@ -374,11 +368,12 @@ class ScheduledForward:
         return tensor
 
     def _over(self, storage: torch.UntypedStorage, save: ScheduledSave) -> Tensor:
-        if torch_private.num_dispatch_modes() or save.is_conj or save.is_neg:
-            assert save.geometry is not None
-            return save.geometry.over(storage)
+        geometry = save.geometry
+        assert geometry is not None
+        if torch_private.num_dispatch_modes() or geometry.is_conj or geometry.is_neg:
+            return geometry.over(storage)
         made = torch.empty(0, dtype=save.dtype, device=storage.device)
-        return made.set_(storage, save.offset, save.shape, save.stride)  # type: ignore[arg-type]  # set if the value leaves
+        return made.set_(storage, geometry.offset, geometry.size, geometry.stride)
 
     def _turn(self, task: int) -> None:
         number, num_known = self._num_backwards, len(self.schedule.parts)
@@ -613,8 +608,6 @@ class ScheduledSaves:
             if not forward.is_forward:
                 return None
             try:
-                if save.num_pauses >= 0 and save.num_pauses != forward.num_pauses:
-                    return None  # no region of `no_offload` begins or ends here
                 version = torch_private.version_of(tensor)
                 if save.is_moved:
                     if not self._hold(save, tensor, version):
@@ -630,7 +623,7 @@ class ScheduledSaves:
                     else:
                         with forward.at_home():
                             forward.keep_up(save.num_sent, save.num_released)
-                if save.is_kept:
+                if save.stays:
                     return alias, version
                 return tuple.__new__(ScheduledHandle, (self.rest if save.is_rest else self.life, save, alias, version))
             except BaseException:
@@ -640,15 +633,16 @@ class ScheduledSaves:
     def _hold(self, save: ScheduledSave, tensor: Tensor, version: int) -> bool:
         if tensor.device != self._torch_device or tensor.layout is not torch.strided:
             return False
-        storage = tensor.untyped_storage()
+        storage, geometry = tensor.untyped_storage(), save.geometry
+        assert geometry is not None
         if (
-            tensor.stride() != save.stride
-            or tensor.storage_offset() != save.offset
+            tensor.stride() != geometry.stride
+            or tensor.storage_offset() != geometry.offset
             or storage.nbytes() != save.num_bytes
             or type(tensor) is not Tensor
             or (tensor.requires_grad != save.is_written and not (save.is_written and is_saved_by_compiled_code()))
-            or tensor.is_conj() != save.is_conj
-            or tensor.is_neg() != save.is_neg
+            or tensor.is_conj() != geometry.is_conj
+            or tensor.is_neg() != geometry.is_neg
             or torch_private.is_zero_tensor(tensor)
             or self._device.stream_number() != self._stream
         ):

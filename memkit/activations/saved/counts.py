@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,46 +13,36 @@ if TYPE_CHECKING:
     from memkit.activations.saved.settled import TimedWays
 
 
-class EventPairs(deque[tuple[Event, Event]]):
-    _total_s = 0.0
+class EventPairs(list[tuple[Event, Event]]):
+    """Pairs of events around the same kind of work; and batches, of which the waits for them count."""
 
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[CopyBatch] = []
 
     def total_s(self) -> float:
-        while self and self[0][1].is_reached():
-            start, end = self.popleft()
-            self._total_s += start.elapsed_s(end)
-        return self._total_s + sum(batch.stall_s() for batch in self.batches)
+        own_s = sum(start.elapsed_s(end) for start, end in self if end.is_reached())
+        return own_s + sum(batch.stall_s() for batch in self.batches)
 
 
-class Transfers(deque[Transfer]):
-    _done_bytes = _num_done = 0
-    _busy_s = 0.0
-
+class Transfers(list[Transfer]):
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[CopyBatch] = []
 
     @property
     def num_bytes(self) -> int:
-        return self._done_bytes + sum(copy.num_bytes for copy in self) + sum(batch.num_bytes for batch in self.batches)
+        return sum(copy.num_bytes for copy in (*self, *self.batches))
 
     @property
     def num_copies(self) -> int:
-        return self._num_done + len(self) + sum(batch.num_storages for batch in self.batches)
+        return len(self) + sum(batch.num_storages for batch in self.batches)
 
     def rate(self) -> float | None:
         """Return bytes per second over the copies, None unless all of them are done and took any time."""
-        while self and self[0].done.is_reached():
-            copy = self.popleft()
-            self._num_done += 1
-            self._done_bytes += copy.num_bytes
-            self._busy_s += copy.started.elapsed_s(copy.done)
-        if self or not all(batch.done.is_reached() for batch in self.batches):
+        if not all(copy.done.is_reached() for copy in (*self, *self.batches)):
             return None
-        busy_s = self._busy_s + busy_s_of(self.batches)
+        busy_s = sum(copy.started.elapsed_s(copy.done) for copy in self) + busy_s_of(self.batches)
         return self.num_bytes / busy_s if busy_s > 0 else None
 
 

@@ -179,7 +179,6 @@ class Trace:
     """All that the hooks were given, if known: later forwards may follow a schedule."""
     seen_under: object = None
     """The arguments that `seen` depends on; None to look again."""
-    paused: tuple[int, ...] = ()
     schedule: tuple[object, Any] | None = None
     num_awaited: int | None = None
     """How many more forwards follow no schedule, so that it is seen whole, once one left another's schedule for it."""
@@ -382,7 +381,6 @@ class Follower:
 class Capture:
     def __init__(self) -> None:
         self.saves: list[SeenSave] = []
-        self.paused: list[int] = []
         self._first_node = 0
         self._numbers = set[int]()
         self._values: dict[int, tuple[int, Any]] = {}
