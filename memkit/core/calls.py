@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -52,10 +53,8 @@ class Claims:
 
     def _are_on_stack(self) -> bool:
         frames = {call.frame for call in self.calls}
-        frame = sys._current_frames().get(self.thread) if frames else None
-        while frame is not None and frame not in frames:
-            frame = frame.f_back
-        return frame is not None
+        innermost = sys._current_frames().get(self.thread) if frames else None
+        return innermost is not None and any(frame in frames for frame, _ in walk_stack(innermost))
 
 
 _NUM_LOOKS = 3
@@ -151,12 +150,7 @@ def _end(call: Call, ending: Ending) -> None:
 def _stack() -> set[FrameType]:
     """Return the frames on the stack, but for this one and the caller's: a frame that held itself would keep the others
     alive."""
-    stack = set[FrameType]()
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        stack.add(frame)
-        frame = frame.f_back
-    return stack
+    return {frame for frame, _ in walk_stack(sys._getframe(1).f_back)}
 
 
 Code = Callable[..., Any]

@@ -173,6 +173,7 @@ def test_step_of_a_module_that_is_not_called_beside_one_whose_layers_stream() ->
 
 
 def test_model_that_is_collected_within_a_step_does_not_break_it(request: pytest.FixtureRequest) -> None:
+    gc.collect()  # models of other tests
     model, other = Lit(), nn.Linear(8, 2)
     num_hooks = len(torch_optimizer._global_optimizer_pre_hooks)
     _attach(model)
