@@ -29,7 +29,7 @@ from memkit.core.tensors import is_range_of_bytes, storage_key
 from memkit.core.torch_state import dynamo_is_loaded, has_own_dispatch
 from memkit.device import Device, open_device, why_nothing_is_freed
 from memkit.errors import HostMemoryError
-from memkit.plan import Action, Forecast, Plan, RatioSoFar
+from memkit.plan import Action, Forecast, RatioSoFar
 from memkit.transfer.host_memory import Span
 
 _LOGGER = logging.getLogger(__name__)
@@ -117,14 +117,13 @@ class MovingStage(Stage):
             if not (scheduled.is_complete or scheduled.has_backward or has_failed or self._forwards):
                 self._forward_on(scheduled.device)  # a shorter one
             self._end_scheduled(scheduled)
-        if not has_failed and saw_device:
-            self._state.idles_with = self._options if self.counts.ratio == 0 and self._is_alone else None
         for window, forward in self._forwards.values():
             window.end_forward(forward, learn=not has_failed)
-        if not has_failed:
-            self._file_seen()
         self._warn_of_whole_model()
         if not has_failed:
+            if saw_device:
+                self._state.idles_with = self._options if self.counts.ratio == 0 and self._is_alone else None
+            self._file_seen()
             self._warn_of_small()
         self._forwards.clear()  # from here on only the graph keeps a forward alive, which counts in the limit until it dies
         if self._saw_shared is not None and not saw_device:
@@ -393,7 +392,13 @@ def follow_schedule(
         return None
     trace = expected if (expected := window.traces.expected) in found else found[0]
     window.fit_arena(max(known.plan(ratio, window_bytes).offload_bytes for known in window.traces))
-    schedule = _schedule_of(trace, window, (asked, len(trace.held)), trace.plan(ratio, window_bytes))
+    plan = trace.plan(ratio, window_bytes)
+    if trace.schedule is None or trace.schedule[0] is not plan:
+        trace.schedule = plan, make_schedule(trace, plan, window.device)
+        if not window.has_schedule:
+            window.has_schedule = True
+            window.device.empty_cache()  # steps without a schedule have left it in more pieces than later ones need
+    schedule: Schedule = trace.schedule[1]
     if not all(save.stays for save in schedule.saves[:place]):
         return None
     made = open_scheduled(window, schedule, trace, counts)
@@ -435,27 +440,6 @@ def is_free(window: OffloadWindow) -> bool:
     while ledger.backlog:  # it was copied, and stays on the host
         ledger.release_oldest()
     return True
-
-
-def _schedule_of(trace: Trace, window: OffloadWindow, key: tuple[Hashable, ...], plan: Plan) -> Schedule:
-    if trace.schedule is None or trace.schedule[0] != key:
-        assert trace.seen is not None
-        assert trace.requests is not None
-        limit_bytes = max(int(plan.limit_bytes), plan.window_bytes)
-        schedule = make_schedule(
-            trace.seen,
-            plan,
-            requests=trace.requests,
-            limit_bytes=limit_bytes,
-            forecast=forecast_of(trace, plan, limit_bytes=limit_bytes),
-            device=window.device,
-        )
-        if not window.has_schedule:
-            window.has_schedule = True
-            window.device.empty_cache()  # steps without a schedule have left it in more pieces than later ones need
-        trace.schedule = key, schedule
-    known: Schedule = trace.schedule[1]
-    return known
 
 
 class RatioDecider(RatioSoFar):
@@ -539,7 +523,7 @@ class RatioDecider(RatioSoFar):
         trace = self.trace
         if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
             return None
-        return forecast_of(trace, self._plan, limit_bytes=self.limit_bytes)
+        return trace.forecast(self._plan, self.limit_bytes)
 
     def learn(
         self, order: tuple[int, ...], working_bytes: tuple[int, ...], requests: tuple[tuple[int, ...], ...], *, is_whole: bool
@@ -564,17 +548,6 @@ class RatioDecider(RatioSoFar):
             if trace.seen != seen:
                 trace.schedule = None
             trace.seen, trace.seen_under = seen, under
-
-
-def forecast_of(trace: Trace, plan: Plan | None, *, limit_bytes: int) -> Forecast | None:
-    if trace.order is None or not trace.working_bytes:
-        return None
-    return Forecast(
-        [trace.keys[index].num_bytes for index in trace.order],
-        trace.working_bytes,
-        [plan is not None and plan.saves[index].action is Action.KEEP for index in trace.order],
-        limit_bytes=limit_bytes,
-    )
 
 
 _MAX_VIEWS = 8

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from memkit.activations.saved.traces import NO_VALUE, SeenSave
+from memkit.activations.saved.traces import NO_VALUE, SeenSave, Trace
 from memkit.core.kept import nothing
 from memkit.core.sizes import ALIGNMENT_BYTES, rounded
 from memkit.core.tensors import Geometry
 from memkit.device.base import CopyBatch, Device, Piece, Stream, busy_s_of
-from memkit.plan import CopySchedule, Forecast, Plan, schedule_copies
+from memkit.plan import CopySchedule, Plan, schedule_copies
 from memkit.plan.plans import Action
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, copy_by_turns
@@ -28,23 +28,16 @@ _MOST_STALL = 1 / 20
 
 
 @dataclass(eq=False, slots=True)
-class ScheduledSave:
-    shape: torch.Size | None
-    dtype: torch.dtype | None
-    value: int
-    num_bytes: int
-    num_values: int
-    is_written: bool
+class ScheduledSave(SeenSave):
+    """`before` is the value, moved as well, that the same storage was saved as before; else `NO_VALUE`."""
+
     is_moved: bool
     is_rest: bool
     is_first: bool
     stays: bool
     """Nothing is done with it, even at its request; other actions may be due with the save."""
-    before: int | None
-    """The value, moved as well, that the same storage was saved as before; None if there is none."""
     num_sent: int
     num_released: int
-    geometry: Geometry | None
     nothing: Tensor | None
 
 
@@ -58,11 +51,10 @@ class Schedule:
         leaving: frozenset[int],
         parts: Sequence[CopySchedule],
         device: Device,
-        num_values: int,
         requests: Sequence[Sequence[int]],
     ) -> None:
         copies = self.copies = parts[0]
-        self.parts, self.num_values = parts, num_values
+        self.parts, self.num_values = parts, (num_values := len(plan.saves))
         self.sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
         self.rest = leaving.difference(*requests)
         """Moved values that no backward asks for: they may outlive the backwards."""
@@ -108,15 +100,13 @@ class Schedule:
                 befores.setdefault(value, save.before)
             made.append(
                 ScheduledSave(
-                    *(save.shape, save.dtype, value, save.num_bytes, save.num_values, save.is_written),
+                    **{name: getattr(save, name) for name in SeenSave.__slots__} | {"before": before},
                     is_moved=is_moved,
                     is_rest=value in self.rest,
                     is_first=is_first,
                     stays=not (is_moved or value in asked),
-                    before=None if before == NO_VALUE else before,
                     num_sent=self.copies.num_sent[place],
                     num_released=self.copies.num_released[place],
-                    geometry=save.geometry,
                     nothing=nothing(save.dtype, torch_device) if is_moved and save.dtype is not None else None,
                 )
             )
@@ -174,16 +164,12 @@ def is_all_of(geometry: Geometry, num_bytes: int) -> bool:
     return (1 + last) * geometry.dtype.itemsize == num_bytes
 
 
-def make_schedule(
-    seen: Sequence[SeenSave],
-    plan: Plan,
-    *,
-    requests: Sequence[Sequence[int]],
-    limit_bytes: int,
-    forecast: Forecast | None,
-    device: Device,
-) -> Schedule:
+def make_schedule(trace: Trace, plan: Plan, device: Device) -> Schedule:
     """Return the schedule of a trace. The forecast of the device's bytes counts if there is one backward alone."""
+    seen, requests = trace.seen, trace.requests
+    assert seen is not None
+    assert requests is not None
+    limit_bytes = max(int(plan.limit_bytes), plan.window_bytes)
     sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
     # moving an overwritten value that no backward asks for frees nothing, and the copy would race with the write
     idle = {save.before for save in seen}.difference(*requests)
@@ -197,14 +183,14 @@ def make_schedule(
             ready=ready,
             requests=[value for value in asked if value in sizes_bytes],
             limit_bytes=limit_bytes,
-            forecast=forecast if len(requests) == 1 else None,
+            forecast=trace.forecast(plan, limit_bytes) if len(requests) == 1 else None,
         )
         for asked in requests
     ]
     visible = leaving.union(*(part.requests for part in parts))
     told = [(_told(part, asked, visible), asked) for part, asked in zip(parts, requests, strict=True)]
     told = [(part, asked) for part, asked in told if part.requests] or told[:1]  # the others do nothing
-    return Schedule(seen, plan, leaving, [part for part, _ in told], device, len(plan.saves), [asked for _, asked in told])
+    return Schedule(seen, plan, leaving, [part for part, _ in told], device, [asked for _, asked in told])
 
 
 def _told(part: CopySchedule, asked: Sequence[int], visible: Collection[int]) -> CopySchedule:

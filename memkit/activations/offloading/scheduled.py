@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from memkit.activations.offloading.schedule import PlacedCopies, Schedule, ScheduledSave
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.traces import Trace
+from memkit.activations.saved.traces import NO_VALUE, Trace
 from memkit.core import backwards, torch_private
 from memkit.core.interrupts import mended
 from memkit.core.kept import KeptHandle, ScheduledHandle, modified_error
@@ -653,9 +653,9 @@ class ScheduledSaves:
             counter, was = forward.counters[value]
             is_same = forward.originals[value]() is storage and counter() is (tensor if base is None else base)
             return is_same and bool(was == version)
-        known = self._addresses.get(address)
-        if known is not None and forward.originals[known]() is not storage:
-            known = None  # another one had that address
+        known = self._addresses.get(address, NO_VALUE)
+        if known != NO_VALUE and forward.originals[known]() is not storage:
+            known = NO_VALUE  # another one had that address
         if known != save.before:
             return False
         forward.originals[value] = weakref.ref(storage)

@@ -24,7 +24,7 @@ from memkit.core import torch_private
 from memkit.core.kept import KeptHandle
 from memkit.core.tensors import Geometry
 from memkit.core.torch_state import is_saved_by_compiled_code
-from memkit.plan import Action, DTRScore, ModuleCall, Plan, RematPlanner, Step, plan_ratio
+from memkit.plan import Action, DTRScore, Forecast, ModuleCall, Plan, RematPlanner, Step, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.recording.module_calls import Aftermath, NotedCall, SpanCall, span_calls
 from memkit.recording.recording import Recording, names_of, step_of
@@ -33,7 +33,7 @@ NO_VALUE = -1
 """The number of a tensor that always stays: too small, a parameter, the caller's."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SeenSave:
     shape: torch.Size | None
     """None for a tensor that is not told from others: one of a class of its own, or without a shape."""
@@ -179,7 +179,7 @@ class Trace:
     """All that the hooks were given, if known: later forwards may follow a schedule."""
     seen_under: object = None
     """The arguments that `seen` depends on; None to look again."""
-    schedule: tuple[object, Any] | None = None
+    schedule: tuple[Plan, Any] | None = None
     num_awaited: int | None = None
     """How many more forwards follow no schedule, so that it is seen whole, once one left another's schedule for it."""
     was_come_to: bool = False
@@ -222,6 +222,16 @@ class Trace:
             window = 2 * largest if window_bytes is None else window_bytes
             self._plan = (asked, plan_ratio(sizes, ratio, window_bytes=window, held=frozenset(self.held)))
         return self._plan[1]
+
+    def forecast(self, plan: Plan | None, limit_bytes: int) -> Forecast | None:
+        if self.order is None or not self.working_bytes:
+            return None
+        return Forecast(
+            [self.keys[index].num_bytes for index in self.order],
+            self.working_bytes,
+            [plan is not None and plan.saves[index].action is Action.KEEP for index in self.order],
+            limit_bytes=limit_bytes,
+        )
 
 
 def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
