@@ -107,23 +107,6 @@ def test_peak_of_one_forward_one_backward_in_turn(window_units: int, device: Dev
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("window_units", [0, 6])
-@pytest.mark.parametrize("ratio", [0.3, 1.0])
-def test_peak_of_two_passes(ratio: float, window_units: int, device: Device, offloading: Offload) -> None:
-    x = leaf_on(device.torch_device)
-    context = offloading(ratio, "two", window_bytes=window_units * UNIT_BYTES)
-    kept_units = max(_kept_units(ratio), window_units)  # the latest stay in any case, as many as the window holds
-    for _ in range(3):
-        losses = []
-        for _ in range(2):
-            with context:
-                losses.append(chain(x, [1] * DEPTH).sum())
-        for loss in reversed(losses):
-            loss.backward()
-
-        assert memkit.stats("two").peak_live_bytes <= (2 * kept_units + window_units + 1) * UNIT_BYTES
-
-
 def test_those_saved_earliest_leave(device: Device, offloading: Offload) -> None:
     x = leaf_on(device.torch_device)
     storages = []
