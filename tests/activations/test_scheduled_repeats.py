@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -15,6 +16,8 @@ from memkit.activations.offloading.scheduled import ScheduledForward
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on
 from tests.activations.scheduled_steps import IN_BATCHES, SETTINGS, TAG, Offloads, batch_bytes, gradient_of, offloads
+from tests.contracts.conftest import Case
+from tests.contracts.test_context_orders import ORDERS
 
 __all__ = ["batch_bytes", "offloads"]
 
@@ -61,45 +64,26 @@ def test_step_on_the_cpu_alone_among_steady_ones_warns_of_nothing(offloads: Offl
     assert followed.take()[-2:] == [True] * 2
 
 
-# Accumulation
+# Orders of forwards and backwards
+
+STEADY = ("retained", "double_backward", "double_backward_outside", "partial", "backward_inside", "interleaved", "in_a_thread")
 
 
 @pytest.mark.parametrize("options", SETTINGS)
-@pytest.mark.parametrize("num_forwards", [2, 3])
-def test_forwards_and_backwards_inside_one_context(
-    offloads: Offloads, followed: Followed, num_forwards: int, options: dict[str, float]
+@pytest.mark.parametrize("name", STEADY)
+def test_orders_that_repeat_follow_schedules(
+    name: str, offloads: Offloads, followed: Followed, options: dict[str, float]
 ) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted, moved = gradient_of(chain(x, IN_BATCHES), x), []
-    for number in range(4):
-        with offloads(**options):
-            for _ in range(num_forwards):
-                y = chain(x, IN_BATCHES)
-                assert_same_bits([gradient_of(y, x)], [wanted])
-                del y
-        if number:
-            assert followed.take() == [True] * num_forwards
-        followed.take()
+    """The contracts promise their bits."""
+    moved = []
+    for number in range(5):
+        torch.manual_seed(7)
+        ORDERS[name](Case(offloads.device, functools.partial(offloads, **options)))
+        found = followed.take()
+        assert number < 2 or (found and all(found))
         stats = memkit.stats(TAG)
         moved.append((stats.moved_out_bytes, stats.moved_in_bytes, stats.seen_bytes, stats.unique_bytes, stats.kept_bytes))
-    assert moved[1:] == [moved[1]] * 3
-
-
-@pytest.mark.parametrize("options", SETTINGS)
-def test_one_backward_through_several_forwards(offloads: Offloads, followed: Followed, options: dict[str, float]) -> None:
-    x = leaf_on(offloads.device.torch_device)
-
-    def loss() -> Tensor:
-        return chain(x, IN_BATCHES).sum() + chain(x, [1, 2, 1]).sum()
-
-    (wanted,) = torch.autograd.grad(loss(), x)
-    for number in range(4):
-        with offloads(**options):
-            made = loss()
-        (found,) = torch.autograd.grad(made, x)
-        del made
-        assert_same_bits([found], [wanted])
-        assert followed.take() == [True] * (number >= 2)
+    assert moved[2:] == [moved[2]] * 3
 
 
 # Shapes that come in turns
@@ -249,70 +233,6 @@ def test_output_that_a_later_backward_reaches_after_all(
             assert_same_bits([gradient_of(kept.pop(0), head)], [wanted_aux])
     while kept:
         assert_same_bits([gradient_of(kept.pop(0), head)], [wanted_aux])
-
-
-# Several backwards through one forward
-
-
-@pytest.mark.parametrize("options", SETTINGS)
-def test_backwards_in_parts(offloads: Offloads, followed: Followed, options: dict[str, float]) -> None:
-    x = leaf_on(offloads.device.torch_device)
-
-    def step() -> list[Tensor]:
-        with offloads(**options):
-            trunk = chain(x, [1, 2, 1])
-            ends = [chain(trunk, [1] * 6), chain(trunk, [2, 1, 1])]
-        gradients = [torch.autograd.grad(end.sum(), trunk)[0] for end in ends]
-        return [*gradients, torch.autograd.grad(trunk, x, sum(gradients))[0]]
-
-    found = []
-    for number in range(6):
-        found.append(step())
-        assert followed.take() == [True] * (number >= 2)
-    for other in found[1:]:
-        assert_same_bits(other, found[0])
-
-
-@pytest.mark.parametrize("where", ["inside", "after"])
-@pytest.mark.parametrize("options", SETTINGS)
-def test_gradient_of_a_gradient_in_each_step(
-    offloads: Offloads, followed: Followed, where: str, options: dict[str, float]
-) -> None:
-    """As forces, which are the gradient of an energy and part of the loss."""
-    x = leaf_on(offloads.device.torch_device)
-
-    def forces_of(energy: Tensor) -> Tensor:
-        return torch.autograd.grad(energy, x, create_graph=True)[0]
-
-    def step(is_plain: bool = False) -> list[Tensor]:
-        context = nullcontext() if is_plain else offloads(**options)
-        with context:
-            energy = chain(x, IN_BATCHES).sum()
-            if where == "inside":
-                forces = forces_of(energy)
-                loss = forces.square().sum() + energy
-        if where == "after":
-            forces = forces_of(energy)
-            loss = forces.square().sum() + energy
-        return [forces.detach(), *torch.autograd.grad(loss, x)]
-
-    wanted = step(is_plain=True)
-    for number in range(6):
-        assert_same_bits(step(), wanted)
-        assert followed.take()[:1] == [True] * (number >= 2)
-
-
-@pytest.mark.parametrize("options", SETTINGS)
-def test_graph_that_is_retained_in_each_step(offloads: Offloads, followed: Followed, options: dict[str, float]) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = gradient_of(chain(x, IN_BATCHES), x)
-    for number in range(5):
-        with offloads(**options):
-            y = chain(x, IN_BATCHES)
-        for is_last in (False, False, True):
-            assert_same_bits(torch.autograd.grad(y.sum(), x, retain_graph=not is_last), [wanted])
-        del y
-        assert followed.take() == [True] * (number >= 2)
 
 
 def test_forward_that_leaves_the_schedule_of_another_trace_for_the_latest(offloads: Offloads) -> None:
