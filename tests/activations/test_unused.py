@@ -33,8 +33,11 @@ class Lit(nn.Module):
         return self.head(self.encoder(x)).square().mean()
 
 
+Trained = tuple[Lit, Tensor, torch.optim.Optimizer]
+
+
 @pytest.fixture
-def lit() -> tuple[Lit, Tensor, torch.optim.Optimizer]:
+def lit() -> Trained:
     model = Lit()
     return model, torch.randn(4, 8), torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -50,7 +53,7 @@ def _step(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_training_step_that_calls_the_parts_warns_once_where_it_was_attached(
-    lit: tuple[Lit, Tensor, torch.optim.Optimizer],
+    lit: Trained,
 ) -> None:
     model, x, optimizer = lit
     line = sys._getframe().f_lineno + 1
@@ -67,7 +70,7 @@ def test_training_step_that_calls_the_parts_warns_once_where_it_was_attached(
 
 
 @pytest.mark.parametrize("run", ["method", "parts behind a validation", "copy"])
-def test_only_a_call_with_grad_mode_is_use_of_it(run: str, lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
+def test_only_a_call_with_grad_mode_is_use_of_it(run: str, lit: Trained) -> None:
     model, x, optimizer = lit
     num_hooks = len(torch_optimizer._global_optimizer_pre_hooks)
     _attach(model)
@@ -83,19 +86,23 @@ def test_only_a_call_with_grad_mode_is_use_of_it(run: str, lit: tuple[Lit, Tenso
     assert len(torch_optimizer._global_optimizer_pre_hooks) == num_hooks  # the hook goes with the first forward
 
 
-def test_model_that_is_called_does_not_warn(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
+def test_model_that_is_called_and_steps_of_others_and_without_gradients_do_not_warn(lit: Trained) -> None:
     model, x, optimizer = lit
-    num_hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+    num_hooks, other = len(torch_optimizer._global_optimizer_pre_hooks), nn.Linear(8, 2)
     _attach(model)
+    _step(other(x).sum(), torch.optim.SGD(other.parameters(), lr=0.1))
+    optimizer.step()
     with torch.no_grad():
+        model.training_step(x)
         model(x)
+    optimizer.step()
     for _ in range(2):
         _step(model(x).sum(), optimizer)
 
     assert len(torch_optimizer._global_optimizer_pre_hooks) == num_hooks
 
 
-def test_gradients_from_before_put_the_warning_off_by_one_step(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
+def test_gradients_from_before_put_the_warning_off_by_one_step(lit: Trained) -> None:
     model, x, optimizer = lit
     model(x).sum().backward()
     _attach(model)
@@ -103,18 +110,6 @@ def test_gradients_from_before_put_the_warning_off_by_one_step(lit: tuple[Lit, T
 
     with pytest.warns(UserWarning, match="does nothing"):
         _step(model.training_step(x), optimizer)
-
-
-def test_steps_of_others_and_without_gradients_do_not_warn(lit: tuple[Lit, Tensor, torch.optim.Optimizer]) -> None:
-    model, x, optimizer = lit
-    other = nn.Linear(8, 2)
-    _attach(model)
-    _step(other(x).sum(), torch.optim.SGD(other.parameters(), lr=0.1))
-    optimizer.step()
-    with torch.no_grad():
-        model.training_step(x)
-    optimizer.step()
-    _step(model(x).sum(), optimizer)
 
 
 def test_model_that_is_gone_leaves_no_hook() -> None:
@@ -135,9 +130,7 @@ def _hook_of_the_user() -> Iterator[None]:
     handle.remove()
 
 
-def test_step_goes_on_where_others_have_hooks_behind_this_one(
-    lit: tuple[Lit, Tensor, torch.optim.Optimizer], request: pytest.FixtureRequest
-) -> None:
+def test_step_goes_on_where_others_have_hooks_behind_this_one(lit: Trained, request: pytest.FixtureRequest) -> None:
     model, x, optimizer = lit
     _attach(model)
     request.getfixturevalue("_hook_of_the_user")
@@ -159,17 +152,6 @@ def test_each_of_two_modules_that_are_not_called_warns_once() -> None:
     _step(first.training_step(x) + second.training_step(x), optimizer)
 
     assert len(caught) == 2
-
-
-@pytest.mark.filterwarnings("ignore:LayerOffload frees no memory on the device")
-def test_step_of_a_module_that_is_not_called_beside_one_whose_layers_stream() -> None:
-    model, x = Lit(), torch.randn(4, 8)
-    _attach(model)
-    streamed = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    with memkit.LayerOffload(streamed, list(streamed), offload_ratio=1.0, train="host", device=DEVICE):
-        optimizer = torch.optim.SGD([*model.parameters(), *streamed.parameters()], lr=0.1)
-        with pytest.warns(UserWarning, match="does nothing"):
-            _step(model.training_step(x) + streamed(x).sum(), optimizer)
 
 
 def test_model_that_is_collected_within_a_step_does_not_break_it(request: pytest.FixtureRequest) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,17 +11,15 @@ import torch
 from torch import Tensor
 
 from memkit.core.tensors import byte_view
-from memkit.device import CudaDevice, Device, Event, ReferenceDevice, Stream
-from tests.gpus import ON_GPU
+from memkit.device import CudaDevice, Device, Event, Stream
+from tests.activations.conftest import DEVICES, open_test_device
 
 MIB = 2**20
 
 
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Device:
-    if request.param == "cuda":
-        return CudaDevice(torch.device("cuda"))
-    return ReferenceDevice(seed=None if request.param == "late" else int(request.param.split()[1]))
+    return open_test_device(request.param)
 
 
 @pytest.fixture
@@ -113,15 +110,6 @@ def test_work_of_another_current_stream_is_ordered_by_events_too(device: Device,
     assert host.eq(5).all()
 
 
-@pytest.mark.usefixtures("own_clock")
-def test_timed_events_tell_seconds(device: Device) -> None:
-    before_s = time.perf_counter()
-    start, end = device.record_event(), device.record_event()
-    device.synchronize()
-
-    assert 0 <= start.elapsed_s(end) <= time.perf_counter() - before_s
-
-
 def test_outside_a_graph_nothing_is_captured(device: Device) -> None:
     assert not device.is_capturing()
 
@@ -134,8 +122,13 @@ def test_allocated_storages_are_counted(device: Device) -> None:
     storage = device.allocate(4 * MIB)
     during = counter.allocated_bytes()
     del storage
+    peak = counter.peak_bytes()
+    counter.reset_peak()
 
     assert (during - before, counter.allocated_bytes()) == (4 * MIB, before)
+    assert peak >= during
+    assert counter.peak_bytes() == before
+    assert (counter.peak_reserved_bytes() or before) >= before
 
 
 def test_host_waits_for_an_event_and_for_nothing_else(device: Device, host: Tensor) -> None:
