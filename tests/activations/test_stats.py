@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.saved.counts import EventPairs, Transfers
+from memkit.activations.saved.counts import Copies
 from memkit.activations.stats import SavedTensorStats, fragmentation_hint
 from memkit.core.sizes import HOST_PAGE_BYTES
 from memkit.device import Device, ReferenceDevice
@@ -176,9 +176,9 @@ def test_hint_when_the_allocator_is_fragmented(
             assert fragmentation_hint(allocated, reserved) == ""
 
 
-def test_event_pairs_count_what_is_reached() -> None:
+def test_copies_count_what_is_reached() -> None:
     device = ReferenceDevice()
-    lane, pairs, transfers = device.new_stream("lane"), EventPairs(), Transfers()
+    lane, copies = device.new_stream("lane"), Copies()
     host, source = torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8)
     device.pin(host)
     device.note_written(source.untyped_storage(), source._version)
@@ -186,11 +186,11 @@ def test_event_pairs_count_what_is_reached() -> None:
     start = device.record_event(lane)
     device.copy(host, source, lane)
     end = device.record_event(lane)
-    pairs.append((start, end))
-    transfers.append(Transfer(8, start, end))
+    copies.waits.append((start, end))
+    copies.alone.append(Transfer(8, start, end))
 
-    assert (pairs.total_s(), transfers.rate()) == (0.0, None)
+    assert (copies.stall_s(), copies.rate()) == (0.0, None)
     device.synchronize()
-    assert pairs.total_s() == end.at_s - start.at_s > 0
-    assert transfers.rate() == 8 / pairs.total_s()
-    assert (transfers.num_bytes, transfers.num_copies) == (8, 1)
+    assert copies.stall_s() == end.at_s - start.at_s > 0
+    assert copies.rate() == 8 / copies.stall_s()
+    assert (copies.num_bytes, copies.num_copies) == (8, 1)

@@ -519,19 +519,22 @@ class RatioDecider(RatioSoFar):
             return tuple(range(num_saves))[::-1]
         return trace.order
 
-    def forecast(self) -> Forecast | None:
+    @property
+    def _whole(self) -> Trace | None:
+        """The trace, if the forward had all of its saves, each decided here."""
         trace = self.trace
-        if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
-            return None
-        return trace.forecast(self._plan, self.limit_bytes)
+        return None if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial else trace
+
+    def forecast(self) -> Forecast | None:
+        return None if (trace := self._whole) is None else trace.forecast(self._plan, self.limit_bytes)
 
     def learn(
         self, order: tuple[int, ...], working_bytes: tuple[int, ...], requests: tuple[tuple[int, ...], ...], *, is_whole: bool
     ) -> None:
         """Learn from a backward: the order of first requests, the bytes beside saved values at each, and all requests so far.
         The order is incomplete if values are left to request (not `is_whole`)."""
-        trace = self.trace
-        if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
+        trace = self._whole
+        if trace is None:
             return
         if is_whole:
             if trace.order != order:

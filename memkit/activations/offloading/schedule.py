@@ -14,7 +14,7 @@ from torch import Tensor
 from memkit.activations.saved.traces import NO_VALUE, SeenSave, Trace
 from memkit.core.kept import nothing
 from memkit.core.sizes import ALIGNMENT_BYTES, rounded
-from memkit.core.tensors import Geometry
+from memkit.core.tensors import Geometry, extent
 from memkit.device.base import CopyBatch, Device, Piece, Stream, busy_s_of
 from memkit.plan import CopySchedule, Plan, schedule_copies
 from memkit.plan.plans import Action
@@ -160,8 +160,7 @@ class Schedule:
 def is_all_of(geometry: Geometry, num_bytes: int) -> bool:
     if geometry.offset != 0 or geometry.is_conj or geometry.is_neg or 0 in geometry.size:
         return False
-    last = sum((length - 1) * step for length, step in zip(geometry.size, geometry.stride, strict=True))
-    return (1 + last) * geometry.dtype.itemsize == num_bytes
+    return extent(geometry.size, geometry.stride) * geometry.dtype.itemsize == num_bytes
 
 
 def make_schedule(trace: Trace, plan: Plan, device: Device) -> Schedule:

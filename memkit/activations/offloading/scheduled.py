@@ -3,6 +3,7 @@ copied values are freed, and the rest goes save by save."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import deque
@@ -136,7 +137,6 @@ class ScheduledForward:
         schedule, number = self.schedule, self.num_released
         batch = self.out[number]
         wait_for(batch)
-        self.counts.stall_out.batches.append(batch)
         for value in schedule.copies.out[number]:
             self.held[value] = None
         self.num_released = number + 1
@@ -306,7 +306,6 @@ class ScheduledForward:
 
     def _await(self, number: int) -> None:
         wait_for(self._back[number])
-        self.counts.stall_in.batches.append(self._back[number])
         for value in self._copies.back[number]:
             self._coming.pop(value, None)
 
@@ -390,13 +389,7 @@ class ScheduledForward:
         if number >= num_known and not (self._has_left or self.was_stopped):
             self._leave()
         self.task, self._num_backwards, self._is_asking = task, number + 1, True
-        me = weakref.ref(self)
-
-        def end(has_failed: bool) -> None:
-            if (forward := me()) is not None:
-                forward.end_backward(task, has_failed=has_failed)
-
-        backwards.on_end(end)
+        backwards.on_end(functools.partial(_end_backward, weakref.ref(self), task))
 
     def _storage_of(self, value: int) -> torch.UntypedStorage:
         storage = self.held[value]
@@ -426,7 +419,6 @@ class ScheduledForward:
             batch.start([storage], self.alone.get(value) or self.out[schedule.batch_of[value]])
             batch.wait()
         self.counts.moved_in.batches.append(batch)
-        self.counts.stall_in.batches.append(batch)
         return storage
 
     def _allocate_now(self, num_bytes: int) -> torch.UntypedStorage:
@@ -535,6 +527,11 @@ class ScheduledForward:
         self._leaving.clear()
         self.is_broken = False
         return [span for span in self._spans if span is not None]
+
+
+def _end_backward(reference: weakref.ref[ScheduledForward], task: int, has_failed: bool) -> None:
+    if (forward := reference()) is not None:
+        forward.end_backward(task, has_failed=has_failed)
 
 
 _Parameter = nn.Parameter
