@@ -53,8 +53,10 @@ class Claims:
 
     def _are_on_stack(self) -> bool:
         frames = {call.frame for call in self.calls}
-        innermost = sys._current_frames().get(self.thread) if frames else None
-        return innermost is not None and any(frame in frames for frame, _ in walk_stack(innermost))
+        frame = sys._current_frames().get(self.thread) if frames else None
+        while frame is not None and frame not in frames:  # in the end it is no frame of this call, which would hold itself
+            frame = frame.f_back
+        return frame is not None
 
 
 _NUM_LOOKS = 3

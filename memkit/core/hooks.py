@@ -70,8 +70,8 @@ _left: list[RemovableHandle] = []
 def _remove_outside_of_steps(handle: RemovableHandle) -> None:
     """Remove the hook of a dead owner: garbage may be collected within a step, or in another thread beside one."""
     _left.append(handle)
-    threads = sys._current_frames().values()
-    if not any(frame.f_code is _STEP for innermost in threads for frame, _ in walk_stack(innermost)):
+    # no local variable: this frame, one of these, would hold itself and the others
+    if not any(frame.f_code is _STEP for top in sys._current_frames().values() for frame, _ in walk_stack(top)):
         _remove_left()
 
 
