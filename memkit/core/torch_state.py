@@ -212,11 +212,10 @@ def is_sharded_by_fsdp(module: nn.Module) -> bool:
 
 def fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the modules that FSDP2 has sharded among these and their submodules, each once, parents first."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
+    if "torch.distributed.fsdp" not in sys.modules:
         return []
     found = dict.fromkeys(part for module in modules for part in module.modules())
-    return [part for part in found if isinstance(part, fsdp.FSDPModule)]
+    return [part for part in found if is_sharded_by_fsdp2(part)]
 
 
 def is_sharded_by_fsdp2(module: nn.Module) -> bool:

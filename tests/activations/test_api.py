@@ -244,11 +244,11 @@ def test_figures_of_two_contexts_under_one_tag(device: Device) -> None:
 def test_device_is_a_name_a_torch_device_or_a_device(device: str | torch.device | Device) -> None:
     offload, remat = memkit.CPUOffload(0.5, device=device), memkit.Rematerialize(0.5, device=device)
 
-    assert isinstance(offload.device, CpuDevice)
+    assert isinstance(offload._options.device, CpuDevice)
     assert isinstance(remat._options.device, CpuDevice)
 
 
 def test_sizes_are_bytes_or_text() -> None:
-    offload = memkit.CPUOffload(0.5, min_bytes="4KiB", window_bytes="1GiB", host_limit_bytes="8 GiB")
+    options = memkit.CPUOffload(0.5, min_bytes="4KiB", window_bytes="1GiB", host_limit_bytes="8 GiB")._options
 
-    assert (offload.min_bytes, offload.window_bytes, offload.host_limit_bytes) == (2**12, 2**30, 2**33)
+    assert (options.min_bytes, options.window_bytes, options.host_limit_bytes) == (2**12, 2**30, 2**33)

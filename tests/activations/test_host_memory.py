@@ -10,19 +10,9 @@ import pytest
 import torch
 
 import memkit
-from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
-from tests.activations.chains import UNIT_BYTES, leaf_on, step
+from tests.activations.chains import leaf_on, step
 from tests.activations.conftest import Offload
-
-
-def test_what_was_served_from_the_device_leaves_no_host_memory_in_use(device: Device, offloading: Offload) -> None:
-    x, units = leaf_on(device.torch_device), [1] * 8
-
-    for _ in range(3):
-        step(x, units, lambda: offloading(0.5, "served", window_bytes=4 * UNIT_BYTES))
-        used_bytes = offload_states["served"].windows()[0].arena.in_use_bytes
-        assert used_bytes == 0
 
 
 @pytest.fixture

@@ -84,21 +84,9 @@ def test_steady_steps_have_the_same_bits_and_figures(
 OF_COPIES = ("moved_out_bytes", "num_copies_out", "ratio_reached", "host_peak_bytes", "kept_bytes")
 """They differ if a save dies ahead of its copy: a schedule has its storage leave all the same."""
 FIGURES = (
-    "seen_bytes",
-    "unique_bytes",
-    "kept_bytes",
-    "moved_out_bytes",
-    "moved_in_bytes",
-    "num_copies_out",
-    "num_copies_in",
-    "served_bytes",
-    "wasted_bytes",
-    "window_bytes",
-    "ratio_reached",
-    "host_peak_bytes",
-    "host_in_use_bytes",
-    "live_records",
-    "live_bytes",
+    *("seen_bytes", "unique_bytes", "kept_bytes", "moved_out_bytes", "moved_in_bytes", "num_copies_out", "num_copies_in"),
+    *("served_bytes", "wasted_bytes", "window_bytes", "ratio_reached", "host_peak_bytes", "host_in_use_bytes"),
+    *("live_records", "live_bytes"),
 )
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.offloading import schedule as placement
 from memkit.activations.offloading.schedule import PlacedCopies, Schedule
 from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.saved.state import offload_states
@@ -151,18 +150,6 @@ def test_copies_back_are_not_timed_while_any_is_under_way(monkeypatch: pytest.Mo
     first.wait()
     del y
     offloads.assert_nothing_is_left()
-
-
-@pytest.mark.parametrize(("stall_s", "is_early"), [(0.0, True), (0.04, True), (0.06, False)])
-def test_a_backward_has_hardly_waited_if_it_was_for_a_twentieth_of_the_copies(
-    stall_s: float, is_early: bool, offloads: Offloads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, made = _take_steps_back(offloads, 3)
-    last = made.back[0][-1]
-    monkeypatch.setattr(placement, "busy_s_of", lambda _: 1.0)
-    monkeypatch.setattr(CopyBatch, "stall_s", lambda batch: stall_s if batch is last else 0.0)
-
-    assert made.has_come_early() is is_early
 
 
 @pytest.mark.parametrize("turn_bytes", [UNIT_BYTES // 2, UNIT_BYTES // 3, 2 * UNIT_BYTES])

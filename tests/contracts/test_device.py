@@ -116,10 +116,6 @@ def test_work_of_another_current_stream_is_ordered_by_events_too(device: Device,
     assert host.eq(5).all()
 
 
-def test_outside_a_graph_nothing_is_captured(device: Device) -> None:
-    assert not device.is_capturing()
-
-
 def test_allocated_storages_are_counted(device: Device) -> None:
     counter = device.memory_counter()
     assert counter is not None
@@ -223,13 +219,6 @@ def test_event_that_another_thread_is_yet_to_record(device: Device, host: Tensor
 @pytest.fixture(params=["cpu", *ON_GPU])
 def real(request: pytest.FixtureRequest) -> Device:
     return open_device(torch.device(request.param))
-
-
-def test_device_knows_where_it_is(real: Device) -> None:
-    x = torch.zeros(1, device=real.torch_device)
-
-    assert x.device == real.torch_device
-    assert real.name
 
 
 def test_threads_that_wait_for_a_gpu_use_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
