@@ -153,20 +153,16 @@ class ScheduledForward:
                 self.take_no_more()
                 self.was_stopped = True
                 for value, storage in enumerate(self.held):
-                    if storage is not None and self.nodes.get(value) != torch_private.node_number():
-                        self._send_alone(value, storage)
+                    if storage is None or self.nodes.get(value) == torch_private.node_number() or value in self.alone:
+                        continue
+                    if self.schedule.batch_of[value] >= self.num_sent:  # the other values of its batch do not come
+                        batch = self.copy_alone(value, is_out=True)
+                        batch.start([storage])
+                        self.counts.moved_out.batches.append(batch)
+                        self.alone[value] = batch
+                        batch.wait()
+                        self.held[value] = None
                 self.let_go_of_sent()
-
-    def _send_alone(self, value: int, storage: torch.UntypedStorage) -> None:
-        """Copy and free a value of a batch whose other values do not come."""
-        number = self.schedule.batch_of[value]
-        if number >= self.num_sent and value not in self.alone:
-            batch = self.copy_alone(value, is_out=True)
-            batch.start([storage])
-            self.counts.moved_out.batches.append(batch)
-            self.alone[value] = batch
-            batch.wait()
-            self.held[value] = None
 
     def copy_alone(self, value: int, *, is_out: bool) -> CopyBatch:
         assert self.placement is not None
@@ -485,20 +481,15 @@ class ScheduledForward:
     def has_backward(self) -> bool:
         return self.task != _NO_BACKWARD
 
-    @mended
-    def close(self) -> None:
-        self._give_back(self._spans)
-
     @property
     def is_spent(self) -> bool:
         """Only values that no backward has requested are left."""
         return not self.is_forward and self.life() is None
 
     @mended
-    def put_by(self) -> None:
-        self._give_back(self._spans[:1])
-
-    def _give_back(self, spans: Sequence[Span | None]) -> None:
+    def close(self, *, keeps_rest: bool = False) -> None:
+        """Give host memory back, perhaps but for values that no backward has requested."""
+        spans = self._spans[:1] if keeps_rest else self._spans
         held = [span for span in spans if span is not None and self.window.arena.has(span)]  # perhaps not, after an interrupt
         if not any(self._spans):
             return

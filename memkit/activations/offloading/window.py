@@ -394,7 +394,7 @@ class OffloadWindow:
             self.scheduled = None if self.scheduled in over else self.scheduled
             self.put_by = [scheduled for scheduled in self.put_by if scheduled not in over]
         if self.scheduled is not None and self.scheduled.is_spent:
-            self.scheduled.put_by()
+            self.scheduled.close(keeps_rest=True)
             self.put_by, self.scheduled = [*self.put_by, self.scheduled], None
         self.ledger.release_dead(wait=wait)
         if wait:

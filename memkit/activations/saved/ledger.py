@@ -100,11 +100,7 @@ class Ledger:
         self.backlog.append(record)
 
     def release_oldest(self) -> None:
-        self._release(self.backlog.popleft())
-
-    def release(self, record: Record) -> None:
-        self.backlog.remove(record)
-        self._release(record)
+        self.release(self.backlog[0])
 
     def release_dead(self, *, wait: bool) -> None:
         for record in [record for record in self.backlog if record.num_handles == 0]:
@@ -112,9 +108,10 @@ class Ledger:
             if wait or record.left.done.is_reached():
                 self.release(record)
 
-    def _release(self, record: Record) -> None:
+    def release(self, record: Record) -> None:
         assert record.residency is SavedResidency.LEAVING
         assert record.left is not None
+        self.backlog.remove(record)
         _counts(record).moved_out.waits.append(self._wait(record.stream, record.left.done))
         self.enter(record, SavedResidency.HOST)
         self.let_go(record)

@@ -8,6 +8,7 @@ from.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 import weakref
@@ -146,7 +147,6 @@ def _kind_of(call: ModuleCall, module: nn.Module | None) -> tuple[object, ...]:
 _MAX_TRACES = 16
 _MAX_STRANGERS = 8
 _MAX_AWAITED = 4
-_DTYPE_NAMES: dict[torch.dtype, str] = {}
 STRANGER = -1
 """The place of a save that a report has not foretold, and that is let pass."""
 
@@ -332,11 +332,12 @@ def _begins(whole: Sequence[Any], part: Sequence[Any]) -> bool:
 
 
 def key_of(tensor: Tensor, storage: torch.UntypedStorage) -> SaveKey:
-    dtype = tensor.dtype
-    name = _DTYPE_NAMES.get(dtype)
-    if name is None:
-        name = _DTYPE_NAMES[dtype] = str(dtype).removeprefix("torch.")
-    return SaveKey(storage.nbytes(), tuple(tensor.shape), name)
+    return SaveKey(storage.nbytes(), tuple(tensor.shape), _name_of(tensor.dtype))
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Follower:
