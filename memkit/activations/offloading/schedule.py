@@ -47,14 +47,15 @@ class Schedule:
     def __init__(
         self,
         seen: Sequence[SeenSave],
-        plan: Plan,
+        window_bytes: int,
         leaving: frozenset[int],
         parts: Sequence[CopySchedule],
         device: Device,
+        num_values: int,
         requests: Sequence[Sequence[int]],
     ) -> None:
         copies = self.copies = parts[0]
-        self.parts, self.num_values = parts, (num_values := len(plan.saves))
+        self.parts, self.num_values = parts, num_values
         self.sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
         self.rest = leaving.difference(*requests)
         """Moved values that no backward asks for: they may outlive the backwards."""
@@ -77,7 +78,7 @@ class Schedule:
         # the figures that a forward adds to `Counts` if it follows the schedule to its end
         self.seen_bytes, self.unique_bytes = sum(save.seen_bytes for save in seen), sum(self.sizes_bytes.values())
         self.kept_bytes = self.unique_bytes - sum(self.sizes_bytes[value] for value in leaving)
-        self.window_bytes, self.peak_bytes = plan.window_bytes, self._peak_bytes(requests)
+        self.window_bytes, self.peak_bytes = window_bytes, self._peak_bytes(requests)
         self.host_bytes = tuple(
             sum(rounded(self.sizes_bytes[value], ALIGNMENT_BYTES) for value in values)
             for values in (leaving - self.rest, self.rest)
@@ -189,7 +190,8 @@ def make_schedule(trace: Trace, plan: Plan, device: Device) -> Schedule:
     visible = leaving.union(*(part.requests for part in parts))
     told = [(_told(part, asked, visible), asked) for part, asked in zip(parts, requests, strict=True)]
     told = [(part, asked) for part, asked in told if part.requests] or told[:1]  # the others do nothing
-    return Schedule(seen, plan, leaving, [part for part, _ in told], device, [asked for _, asked in told])
+    parts, asked_for = [part for part, _ in told], [asked for _, asked in told]
+    return Schedule(seen, plan.window_bytes, leaving, parts, device, len(plan.saves), asked_for)
 
 
 def _told(part: CopySchedule, asked: Sequence[int], visible: Collection[int]) -> CopySchedule:
