@@ -392,9 +392,9 @@ def follow_schedule(
         return None
     trace = expected if (expected := window.traces.expected) in found else found[0]
     window.fit_arena(max(known.plan(ratio, window_bytes).offload_bytes for known in window.traces))
-    plan = trace.plan(ratio, window_bytes)
-    if trace.schedule is None or trace.schedule[0] is not plan:
-        trace.schedule = plan, make_schedule(trace, plan, window.device)
+    key = ratio, window_bytes, len(trace.held)
+    if trace.schedule is None or trace.schedule[0] != key:
+        trace.schedule = key, make_schedule(trace, trace.plan(ratio, window_bytes), window.device)
         if not window.has_schedule:
             window.has_schedule = True
             window.device.empty_cache()  # steps without a schedule have left it in more pieces than later ones need

@@ -179,7 +179,7 @@ class Trace:
     """All that the hooks were given, if known: later forwards may follow a schedule."""
     seen_under: object = None
     """The arguments that `seen` depends on; None to look again."""
-    schedule: tuple[Plan, Any] | None = None
+    schedule: tuple[object, Any] | None = None
     num_awaited: int | None = None
     """How many more forwards follow no schedule, so that it is seen whole, once one left another's schedule for it."""
     was_come_to: bool = False
