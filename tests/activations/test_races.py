@@ -76,20 +76,20 @@ def test_without_a_forgotten_wait_nothing_raises() -> None:
 
 
 @pytest.mark.parametrize(
-    ("waiting", "awaited"),
+    ("waiting", "awaited", "message"),
     [
-        ("D2H", "compute"),  # a copy before its producer
-        ("compute", "H2D"),  # a consumer before the copy that it needs
-        ("compute", "D2H"),  # bytes let go before their copy is done
-        ("H2D", "compute"),  # a fetch into memory that others may still use
-        ("H2D", "D2H"),  # a fetch before the bytes are in host memory
-        ("D2H", "H2D"),  # a span of host memory reused before its reader
+        ("D2H", "compute", '"D2H" reads a storage without waiting for its writer, "compute"'),  # a copy before its producer
+        ("compute", "H2D", '"compute" reads a storage without waiting for its writer, "H2D"'),  # a consumer before its copy
+        ("compute", "D2H", "."),  # bytes let go before their copy is done
+        ("H2D", "compute", "."),  # a fetch into memory that others may still use
+        ("H2D", "D2H", "."),  # a fetch before the bytes are in host memory
+        ("D2H", "H2D", "."),  # a span of host memory reused before its reader
     ],
 )
-def test_forgotten_wait_raises(waiting: str, awaited: str) -> None:
+def test_forgotten_wait_raises(waiting: str, awaited: str, message: str) -> None:
     device = Forgetful(waiting, awaited)
 
-    with pytest.raises(RaceError):
+    with pytest.raises(RaceError, match=message):
         _train(device)
 
     assert device.num_forgotten
