@@ -72,12 +72,10 @@ class Unused:
 
 def _end(leave: Callable[..., None], note: str, ending: Ending) -> None:
     """Leave a context as the call around which it was entered has ended; `note` goes to an error about tensors without data."""
-    error: BaseException | None = None
-    if ending is not Ending.RETURNED:
-        error = sys.exc_info()[1] if ending is Ending.RAISED else KeyboardInterrupt()
-        if note and isinstance(error, Exception) and "meta" in str(error):
-            note_on(error, note)
-    leave(None if error is None else type(error), error, None)
+    error = sys.exc_info()[1] if ending is Ending.RAISED else None
+    if note and isinstance(error, Exception) and "meta" in str(error):
+        note_on(error, note)
+    leave(None if ending is Ending.RETURNED else BaseException, None, None)
 
 
 class Attachment:

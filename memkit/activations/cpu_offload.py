@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memkit.activations.context import ForwardContext
 from memkit.activations.offloading.moving_stage import MovingStage, OffloadOptions, offload_figures, paused
@@ -17,8 +17,9 @@ from memkit.activations.saved.state import OffloadState, offload_states
 from memkit.activations.stats import report_from
 from memkit.core import torch_private
 from memkit.core.features import refuse_in_profile
-from memkit.core.hooks import HookPair, in_checkpoint, innermost_pair
+from memkit.core.hooks import HookPair, SavedTensorHooks, in_checkpoint, innermost_hooks, innermost_pair
 from memkit.core.interrupts import Block
+from memkit.core.kept import KeptHandle
 from memkit.core.sizes import check_budget_bytes, check_bytes, format_bytes
 from memkit.core.torch_state import in_dual_level
 from memkit.device import Device, open_device
@@ -98,13 +99,15 @@ class CPUOffload(ForwardContext):
             raise TypeError(f"profile is a MemoryReport, as profile_memory returns; found {type(profile).__name__}")
         self.offload_ratio = offload_ratio
         self.tag = tag
-        self.min_bytes = check_bytes("min_bytes", min_bytes)
-        self.window_bytes = None if window_bytes is None else check_bytes("window_bytes", window_bytes)
-        self.host_limit_bytes = (
-            None if host_limit_bytes is None else check_budget_bytes("host_limit_bytes", host_limit_bytes, may_be_zero=True)
-        )
         self.profile = profile
-        self.device = None if device is None else open_device(device)
+        if host_limit_bytes is not None:
+            host_limit_bytes = check_budget_bytes("host_limit_bytes", host_limit_bytes, may_be_zero=True)
+        self._options = OffloadOptions(
+            min_bytes=check_bytes("min_bytes", min_bytes),
+            window_bytes=None if window_bytes is None else check_bytes("window_bytes", window_bytes),
+            host_limit_bytes=host_limit_bytes,
+            device=None if device is None else open_device(device),
+        )
 
     def attached_to(self, model: nn.Module) -> CPUOffload:
         report = self.profile or find_report(self.tag)
@@ -148,12 +151,7 @@ class CPUOffload(ForwardContext):
             ratio = self._ratio_of(state)
             state.num_iterations += 1
             state.ratios.append(ratio)
-            options = OffloadOptions(
-                min_bytes=self.min_bytes,
-                window_bytes=self.window_bytes,
-                host_limit_bytes=self.host_limit_bytes,
-                device=self.device,
-            )
+            options = self._options
             entry.moving = moving = MovingStage(state, options, ratio, resident)
             if state.idles_with == options and ratio == 0 and innermost_pair() is None:
                 moving.is_idle = True
@@ -161,7 +159,7 @@ class CPUOffload(ForwardContext):
             state.counts = moving.counts
         if state.is_recorded and not in_dual_level():
             no_plan = "dtr"  # a plan would also drop values that other replays make for free
-            marks_alone = recorded_alone(self.min_bytes, self.device, op_kinds(), policy=no_plan)
+            marks_alone = recorded_alone(self._options.min_bytes, self._options.device, op_kinds(), policy=no_plan)
             entry.recording = open_recording(self.tag, marks_alone, moving=moving)
             return None
         return moving.follow_schedules(entry.pack), unpack
@@ -171,8 +169,8 @@ class CPUOffload(ForwardContext):
         """The kept and the moved saves of the last forward under the tag; None before one."""
         state = offload_states.get(self.tag)
         windows = [] if state is None else state.windows()
-        traces = next((window.traces for window in windows if len(window.traces)), None)
-        return None if state is None or traces is None else next(iter(traces)).plan(state.ratios[-1], self.window_bytes)
+        trace = next((trace for window in windows for trace in window.traces), None)
+        return None if state is None or trace is None else trace.plan(state.ratios[-1], self._options.window_bytes)
 
     def __repr__(self) -> str:
         asked = self.offload_ratio
@@ -180,7 +178,7 @@ class CPUOffload(ForwardContext):
             share = f"{asked:.0%} of the saved bytes move" if asked else "nothing moves"
         else:
             share = "what hides behind the computation moves" if isinstance(asked, str) else "a share set by a schedule moves"
-        stay = f"; storages under {format_bytes(self.min_bytes)} stay" if self.min_bytes else ""
+        stay = f"; storages under {format_bytes(self._options.min_bytes)} stay" if self._options.min_bytes else ""
         return f'<CPUOffload(tag="{self.tag}"): {share} to host memory{stay}>'
 
     def _ratio_of(self, state: OffloadState) -> float:
@@ -193,7 +191,7 @@ class CPUOffload(ForwardContext):
         return call_schedule(asked, state.num_iterations, last_peak_bytes)
 
     def _last_peak_bytes(self, state: OffloadState) -> int | None:
-        device = next((window.device for window in state.windows()), self.device)
+        device = next((window.device for window in state.windows()), self._options.device)
         counter = None if device is None else device.memory_counter()
         if counter is None:
             return None
@@ -208,16 +206,16 @@ class CPUOffload(ForwardContext):
                 'offload_ratio="auto" needs a report with times: call memkit.profile_memory(model, ..., '
                 f'backward=True, tag="{self.tag}") on the GPU first, or pass profile='
             )
-        key = (report, self.min_bytes, self.window_bytes)
+        key = (report, self._options.min_bytes, self._options.window_bytes)
         if state.auto is None or state.auto[0] != key:
-            device, ratio = self.device or open_device(torch.device(report.run.device)), 0.0
+            device, ratio = self._options.device or open_device(torch.device(report.run.device)), 0.0
             try:
                 ratio = auto_ratio(
-                    timed_saves(report, self.min_bytes),
+                    timed_saves(report, self._options.min_bytes),
                     forward_s=report.forward_s,
                     backward_s=report.backward_s,
                     link=measure_link(device),
-                    window_bytes=self.window_bytes,
+                    window_bytes=self._options.window_bytes,
                 )
             except HostMemoryError as error:
                 state.warn_once("host", f"nothing moves, since there is no host memory for it: {error}")
@@ -226,26 +224,31 @@ class CPUOffload(ForwardContext):
 
 
 class _NoOffload(ForwardContext):
+    _hooks: SavedTensorHooks | None = None
+
     def _begin(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]], block: Block) -> None:
+        around = innermost_hooks()
         paused.blocks.append(block)
-        _note_pause()
+        self._hooks = None
+        if around is not None and isinstance(around.owner, Entry) and around.owner.recording is None:
+            self._hooks = SavedTensorHooks(_kept, unpack, block=block)  # a forward that follows a schedule sees no save
+            self._hooks.__enter__()
 
     @property
     def _title(self) -> str:
         return "no_offload"
 
     def end_block(self, *, has_failed: bool) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__()
         paused.leave(self._block)
-        _note_pause()
 
     def __repr__(self) -> str:
         return "<no_offload: nothing that is saved here moves>"
 
 
-def _note_pause() -> None:
-    for entry in entries_around():
-        if isinstance(entry.moving, MovingStage):
-            entry.moving.note_pause()
+def _kept(tensor: Tensor) -> KeptHandle:
+    return KeptHandle(tensor)
 
 
 def no_offload() -> ForwardContext:

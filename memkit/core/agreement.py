@@ -88,11 +88,6 @@ def _wait_for_all() -> None:
 
 def _sent_by(source: int, text: str) -> str:
     """Return one rank's text on all ranks. All ranks call it."""
-    encoded = text.encode()
-    length = torch.tensor([len(encoded)], device=_device())
-    dist.broadcast(length, source)
-    sent = torch.zeros(int(length), dtype=torch.uint8, device=_device())
-    if dist.get_rank() == source:
-        sent.copy_(torch.tensor(list(encoded), dtype=torch.uint8))
-    dist.broadcast(sent, source)
-    return bytes(sent.tolist()).decode()
+    sent = [text]
+    dist.broadcast_object_list(sent, source, device=_device())
+    return sent[0]

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -53,7 +54,7 @@ class Claims:
     def _are_on_stack(self) -> bool:
         frames = {call.frame for call in self.calls}
         frame = sys._current_frames().get(self.thread) if frames else None
-        while frame is not None and frame not in frames:
+        while frame is not None and frame not in frames:  # in the end it is no frame of this call, which would hold itself
             frame = frame.f_back
         return frame is not None
 
@@ -151,12 +152,7 @@ def _end(call: Call, ending: Ending) -> None:
 def _stack() -> set[FrameType]:
     """Return the frames on the stack, but for this one and the caller's: a frame that held itself would keep the others
     alive."""
-    stack = set[FrameType]()
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        stack.add(frame)
-        frame = frame.f_back
-    return stack
+    return {frame for frame, _ in walk_stack(sys._getframe(1).f_back)}
 
 
 Code = Callable[..., Any]

@@ -105,9 +105,8 @@ def module_inside(module: nn.Module) -> nn.Module | None:
 class _Asked(threading.local):
     """Whether Dynamo was asked in a thread to compile something while a mode of memkit was on, and refused."""
 
-    def __init__(self) -> None:
-        self.was_asked = False
-        self.num_asked = 0
+    was_asked = False
+    num_asked = 0
 
 
 _asked = _Asked()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
@@ -16,13 +16,8 @@ from memkit.errors import LayerOffloadError, ProfileError
 _Owner = TypeVar("_Owner")
 
 
-class _Attached(NamedTuple):
-    is_on: Callable[[Any, nn.Module], bool]
-    take_off: Callable[[Any], None]
-
-
-_attached: weakref.WeakKeyDictionary[Any, _Attached] = weakref.WeakKeyDictionary()
-"""The oldest first."""
+_attached: weakref.WeakKeyDictionary[Any, tuple[Callable[..., bool], Callable[..., None]]] = weakref.WeakKeyDictionary()
+"""The oldest first: whether each is on a module, and what takes it off."""
 
 
 class NotCopied:
@@ -40,7 +35,7 @@ class NotCopied:
 
 def note_attached(owner: _Owner, *, is_on: Callable[[_Owner, nn.Module], bool], take_off: Callable[[_Owner], None]) -> None:
     """Let `detach` find a feature on its model, until `note_detached`."""
-    _attached[owner] = _Attached(is_on, take_off)
+    _attached[owner] = is_on, take_off
 
 
 def note_detached(owner: object) -> None:
@@ -48,7 +43,7 @@ def note_detached(owner: object) -> None:
 
 
 def attached_to(module: nn.Module) -> list[object]:
-    return [owner for owner, attached in list(_attached.items()) if attached.is_on(owner, module)]
+    return [owner for owner, (is_on, _) in list(_attached.items()) if is_on(owner, module)]
 
 
 def detach(model: nn.Module) -> None:
@@ -75,18 +70,15 @@ def detach(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"detach needs a torch.nn.Module; found {type(model).__name__}")
     modules = list(model.modules())
-    found = [
-        (owner, attached)
-        for owner, attached in list(_attached.items())
-        if any(attached.is_on(owner, module) for module in modules)
-    ]
+    every = list(_attached.items())
+    found = [(owner, take_off) for owner, (is_on, take_off) in every if any(is_on(owner, module) for module in modules)]
     if not found:
         raise ValueError(
             f"detach needs a model with something attached; found none on this {type(model).__name__}, nor on a module in it. "
             "Pass the model that memkit.attach or memkit.LayerOffload was given, or leave the call out"
         )
-    for owner, attached in reversed(found):
-        attached.take_off(owner)
+    for owner, take_off in reversed(found):
+        take_off(owner)
 
 
 _Own = TypeVar("_Own", bound="EnteredOnce")

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType, TracebackType
+from traceback import walk_stack
+from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -69,14 +70,9 @@ _left: list[RemovableHandle] = []
 def _remove_outside_of_steps(handle: RemovableHandle) -> None:
     """Remove the hook of a dead owner: garbage may be collected within a step, or in another thread beside one."""
     _left.append(handle)
-    if not any(map(_is_in_step, sys._current_frames().values())):
+    # no local variable: this frame, one of these, would hold itself and the others
+    if not any(frame.f_code is _STEP for top in sys._current_frames().values() for frame, _ in walk_stack(top)):
         _remove_left()
-
-
-def _is_in_step(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code is not _STEP:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _remove_left() -> None:
@@ -404,10 +400,5 @@ def in_checkpoint() -> bool:
         return True
     if torch.is_grad_enabled():
         return False
-    frame: FrameType | None = sys._getframe(1)
     reentrant = torch.utils.checkpoint.CheckpointFunction.forward.__code__
-    while frame is not None:
-        if frame.f_code is reentrant:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code is reentrant for frame, _ in walk_stack(sys._getframe(1)))

@@ -93,8 +93,7 @@ class ModelStorages:
 
 
 class _Aside(threading.local):
-    def __init__(self) -> None:
-        self.is_set = False
+    is_set = False
 
 
 aside = _Aside()

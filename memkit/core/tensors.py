@@ -36,11 +36,8 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of a tensor's elements: one of a plain tensor, one of each part of a sparse tensor, those of the inner
     tensors of a wrapper subclass (`DTensor`, jagged and quantized tensors), none of an opaque layout."""
     if torch_private.is_wrapper(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # of wrappers only
-        for name in names:
-            inner = getattr(tensor, name)
-            if isinstance(inner, Tensor):  # DTensor also names its mesh
-                yield from storages_of(inner)
+        for inner in _inner(tensor):
+            yield from storages_of(inner)
     elif tensor.layout == torch.strided:
         yield tensor.untyped_storage()
     elif tensor.layout is torch.sparse_coo:
@@ -143,11 +140,13 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the number of elements from the first one to the last, where there is any."""
+    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+
+
 def chunk_bytes(tensor: Tensor) -> int:
-    if tensor.numel() == 0:
-        return 0
-    last = sum((length - 1) * step for length, step in zip(tensor.size(), tensor.stride(), strict=True))
-    return int(1 + last) * tensor.dtype.itemsize
+    return 0 if tensor.numel() == 0 else int(extent(tensor.size(), tensor.stride())) * tensor.dtype.itemsize
 
 
 def overlapping(tensors: Iterable[Tensor]) -> Iterator[list[tuple[Tensor, int, int]]]:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -121,10 +122,7 @@ def in_differentiating_transform() -> bool:
 def is_below_transform() -> bool:
     """Tell whether a transform of `torch.func`, or a batched backward, runs in this thread, also where an op has come through
     all of its layers, so that `functorch_stack` is None."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") not in torch_private.TRANSFORMS:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_globals.get("__name__") in torch_private.TRANSFORMS for frame, _ in walk_stack(sys._getframe(1)))
 
 
 def num_users(storage: torch.UntypedStorage) -> int:
@@ -158,12 +156,8 @@ def dynamo_is_loaded() -> bool:
 def in_compiled_function() -> bool:
     """Tell whether the caller runs inside a compiled function, or one that a dispatch mode makes run as plain Python. Slow on a
     deep stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == torch_private.COMPILED_CALLER:
-            return True
-        frame = frame.f_back
-    return False
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    return any((frame.f_globals.get("__name__"), frame.f_code.co_name) == torch_private.COMPILED_CALLER for frame in frames)
 
 
 def is_saved_by_compiled_code() -> bool:
@@ -218,11 +212,10 @@ def is_sharded_by_fsdp(module: nn.Module) -> bool:
 
 def fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the modules that FSDP2 has sharded among these and their submodules, each once, parents first."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
+    if "torch.distributed.fsdp" not in sys.modules:
         return []
     found = dict.fromkeys(part for module in modules for part in module.modules())
-    return [part for part in found if isinstance(part, fsdp.FSDPModule)]
+    return [part for part in found if is_sharded_by_fsdp2(part)]
 
 
 def is_sharded_by_fsdp2(module: nn.Module) -> bool:

@@ -85,13 +85,10 @@ class Accesses:
     def check(self, stream: ReferenceStream, *, is_write: bool, what: str) -> None:
         """Raise unless `stream` comes after the last write and, to write itself, after the reads since."""
         verb = "writes to" if is_write else "reads"
-        if not stream.is_after(self.written):
-            raise RaceError(
-                f'stream "{stream.name}" {verb} {what} without waiting for its writer, "{self.written.stream.name}"'
-            )
-        for read in self.reads.values() if is_write else ():
-            if not stream.is_after(read):
-                raise RaceError(f'stream "{stream.name}" {verb} {what} without waiting for its reader, "{read.stream.name}"')
+        others = [("writer", self.written), *(("reader", read) for read in self.reads.values() if is_write)]
+        for who, stamp in others:
+            if not stream.is_after(stamp):
+                raise RaceError(f'stream "{stream.name}" {verb} {what} without waiting for its {who}, "{stamp.stream.name}"')
 
     def note(self, stamp: Stamp, *, is_write: bool) -> None:
         if is_write:

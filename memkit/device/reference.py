@@ -180,13 +180,11 @@ class ReferenceDevice(Device):
         """Let all land, and order it ahead of all later work on any stream."""
         event = None if event is None else event.recorded()
         with self._lock:
-            if event is not None:
-                assert isinstance(event, ReferenceEvent)
-                self._land(event.stream, event.position)
-                self._order_all_behind(event.clock)
-            for stream in self._streams if event is None else ():
-                self._land(stream, stream.num_enqueued)
-                self._order_all_behind(stream.clock)
+            assert event is None or isinstance(event, ReferenceEvent)
+            ends = [(stream, stream.num_enqueued, stream.clock) for stream in self._streams]
+            for stream, position, clock in ends if event is None else [(event.stream, event.position, event.clock)]:
+                self._land(stream, position)
+                self._order_all_behind(clock)
             self._raise_races()
 
     def note_reached(self, event: ReferenceEvent) -> None:
@@ -344,9 +342,7 @@ class ReferenceDevice(Device):
             self._access_host(tensor, stamp, is_write=is_write)
             return
         storage = tensor.untyped_storage()
-        if torch_private.storage_address(storage) not in self._storages:
-            self._know(storage)
-        known = self._storages[torch_private.storage_address(storage)]
+        known = self._storages.get(torch_private.storage_address(storage)) or self._know(storage)
         known.accesses.check(stamp.stream, is_write=is_write, what="a storage")
         known.accesses.note(stamp, is_write=is_write)
 

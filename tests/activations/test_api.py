@@ -1,17 +1,18 @@
-"""Contexts in every combination: schedules, regions without offload, resets, nesting, grad mode off, CPU tensors."""
+"""Contexts in every combination: schedules, regions without offload, resets, nesting; their texts, figures and arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import memkit
 from memkit import schedules
 from memkit.activations.saved.state import offload_states
-from memkit.device import Device, ReferenceDevice
+from memkit.device import CpuDevice, Device, ReferenceDevice
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
 from tests.activations.conftest import Offload
@@ -24,38 +25,28 @@ def _moved(tag: str) -> int:
 # Schedules
 
 
-def test_schedule_of_the_iteration(device: Device, offloading: Offload) -> None:
+def test_schedule_is_asked_at_each_entry_for_the_iteration_and_the_last_peak(device: Device, offloading: Offload) -> None:
     x, asked, moved = leaf_on(device.torch_device), [], []
 
-    def schedule(iteration: int) -> float:
-        asked.append(iteration)
+    def alone(iteration: int) -> float:
         return [0.0, 0.5, 1.0, 0.25][iteration]
-
-    for _ in range(4):  # a new object each iteration
-        step(x, [1] * 8, lambda: offloading(schedule, "schedule", window_bytes=0))
-        moved.append(_moved("schedule"))
-
-    assert asked == [0, 1, 2, 3]
-    assert moved == [0, 4, 8, 2]
-    assert memkit.stats("schedule").ratios == (0.0, 0.5, 1.0, 0.25)
-
-
-def test_schedule_of_the_iteration_and_the_last_peak(device: Device, offloading: Offload) -> None:
-    x, asked = leaf_on(device.torch_device), []
 
     def schedule(iteration: int, last_peak_bytes: int | None) -> float:
         asked.append((iteration, last_peak_bytes))
-        return 1.0 if iteration % 2 else 0.0
+        return alone(iteration)
 
-    context = offloading(schedule, "peak", window_bytes=0)
-    for _ in range(5):
-        step(x, [1] * 8, lambda: context)
+    for kind in (schedule, alone):
+        for _ in range(4):  # a new object each iteration
+            step(x, [1] * 8, lambda: offloading(kind, kind.__name__, window_bytes=0))  # noqa: B023
+            moved.append(_moved(kind.__name__))
 
-    assert [iteration for iteration, _ in asked] == [0, 1, 2, 3, 4]
+    assert moved == [0, 4, 8, 2] * 2
+    assert memkit.stats("alone").ratios == (0.0, 0.5, 1.0, 0.25)
+    assert [iteration for iteration, _ in asked] == [0, 1, 2, 3]
     assert asked[0][1] is None
     if isinstance(device, ReferenceDevice):  # which counts only saved bytes
-        assert [peak // UNIT_BYTES for _, peak in asked[1:]] == [8, 1, 8, 1]
-    assert asked[1][1] > asked[2][1]
+        assert [peak // UNIT_BYTES for _, peak in asked[1:]] == [8, 5, 1]
+    assert asked[1][1] > asked[3][1]
 
 
 def test_fit_memory_finds_the_ratio(offloading: Offload, device: Device) -> None:
@@ -74,24 +65,6 @@ def test_fit_memory_finds_the_ratio(offloading: Offload, device: Device) -> None
 
 
 # Regions without offload
-
-
-def test_no_offload_keeps_what_is_saved_in_it(device: Device, offloading: Offload) -> None:
-    x = leaf_on(device.torch_device)
-    for _ in range(2):
-        x.grad = None
-        with offloading(1.0, "region", window_bytes=0):
-            y = chain(x, [1] * 3)
-            with memkit.no_offload():
-                y = chain(y, [1] * 4)
-                with memkit.no_offload():
-                    y = chain(y, [1])
-                y = chain(y, [1])
-            y = chain(y, [1] * 2)
-        y.sum().backward()
-
-        assert _moved("region") == 5
-        assert_same_bits([y.detach(), x.grad], step(leaf_on(device.torch_device), [1] * 11))
 
 
 def test_no_offload_still_checks_for_writes(device: Device, offloading: Offload) -> None:
@@ -140,23 +113,6 @@ def test_same_tag_nested(device: Device, offloading: Offload) -> None:
     assert memkit.stats("same").ratios == (1.0, 0.0) * 3
 
 
-def test_users_hooks_inside_are_respected(device: Device, offloading: Offload) -> None:
-    x, packed = leaf_on(device.torch_device), []
-
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor)
-        return tensor
-
-    with offloading(1.0, "users", window_bytes=0):
-        y = chain(x, [1] * 2)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = chain(y, [1] * 3)
-    y.sum().backward()
-
-    assert (_moved("users"), len(packed)) == (2, 3)
-    assert_same_bits([y.detach(), x.grad], step(leaf_on(device.torch_device), [1] * 5))
-
-
 # Reset
 
 
@@ -180,11 +136,6 @@ def test_reset_forgets_plans_counts_and_host_memory(device: Device, offloading: 
 # CPU tensors
 
 
-def test_no_warning_where_nothing_is_saved() -> None:
-    with memkit.CPUOffload(1.0, "empty"):
-        torch.zeros(3).sin()
-
-
 @pytest.mark.gpu
 def test_cpu_tensors_beside_those_on_the_device_are_left_alone() -> None:
     on_cpu, on_gpu = leaf_on(torch.device("cpu")), leaf_on(torch.device("cuda"))
@@ -193,3 +144,111 @@ def test_cpu_tensors_beside_those_on_the_device_are_left_alone() -> None:
     loss.backward()
 
     assert _moved("both") == 3
+
+
+DOES: dict[str, tuple[Callable[[], object], str]] = {
+    "offload": (
+        lambda: memkit.CPUOffload(0.3, "resnet"),
+        '<CPUOffload(tag="resnet"): 30% of the saved bytes move to host memory; storages under 1.00 MiB stay>',
+    ),
+    "offload nothing": (
+        lambda: memkit.CPUOffload(0, min_bytes="2KiB"),
+        '<CPUOffload(tag="default"): nothing moves to host memory; storages under 2.00 KiB stay>',
+    ),
+    "offload by a schedule": (
+        lambda: memkit.CPUOffload(memkit.schedules.linear(0, 1, num_iterations=9)),
+        '<CPUOffload(tag="default"): a share set by a schedule moves to host memory; storages under 1.00 MiB stay>',
+    ),
+    "offload what hides": (
+        lambda: memkit.CPUOffload("auto"),
+        '<CPUOffload(tag="default"): what hides behind the computation moves to host memory; storages under 1.00 MiB stay>',
+    ),
+    "offload all sizes": (
+        lambda: memkit.CPUOffload(0.5, min_bytes=0),
+        '<CPUOffload(tag="default"): 50% of the saved bytes move to host memory>',
+    ),
+    "recompute to a share": (
+        lambda: memkit.Rematerialize(0.3, "resnet"),
+        '<Rematerialize(tag="resnet"): at most 30% of the saved bytes stay; the others are recomputed>',
+    ),
+    "recompute to bytes": (
+        lambda: memkit.Rematerialize("512MiB"),
+        '<Rematerialize(tag="default"): at most 512.00 MiB of saved tensors stay; the others are recomputed>',
+    ),
+    "no offload": (memkit.no_offload, "<no_offload: nothing that is saved here moves>"),
+}
+
+
+@pytest.mark.parametrize("name", DOES)
+def test_text_says_what_it_does(name: str) -> None:
+    make, text = DOES[name]
+
+    assert repr(make()) == text
+
+
+@pytest.mark.parametrize(("num_slots", "slots"), [(1, "1 slot"), (2, "2 slots")])
+def test_text_of_streamed_layers(num_slots: int, slots: str) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))).requires_grad_(False)
+    with memkit.LayerOffload(model, offload_ratio=0.5, num_slots=num_slots, device=ReferenceDevice()) as offload:
+        text = repr(offload)
+
+    assert text == f'<LayerOffload of Sequential: 4 of 8 layers (6.00 KiB) stream through {slots} on cpu, train="frozen">'
+    assert repr(offload) == "<LayerOffload of Sequential: closed>"
+
+
+def _blocks_on(device: Device) -> tuple[nn.Sequential, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Tanh()) for _ in range(4)))
+    return model.to(device.torch_device), torch.randn(8, 16, device=device.torch_device)
+
+
+def test_attached_exception_to_an_offload(device: Device) -> None:
+    model, x = _blocks_on(device)
+    memkit.attach(model[1], memkit.no_offload())
+    memkit.attach(model, memkit.CPUOffload(1.0, "but one", min_bytes=0, window_bytes=0, device=device))
+    model(x).sum().backward()
+    moved_bytes = memkit.stats("but one").moved_out_bytes
+    memkit.detach(model)
+    memkit.attach(model, memkit.CPUOffload(1.0, "all", min_bytes=0, window_bytes=0, device=device))
+    model(x).sum().backward()
+
+    assert 0 < moved_bytes < memkit.stats("all").moved_out_bytes
+
+
+def test_streamed_layers_are_attached_by_themselves() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))).requires_grad_(False)
+    with (
+        memkit.LayerOffload(model, offload_ratio=0.5, num_slots=2, device=ReferenceDevice()) as offload,
+        pytest.raises(TypeError, match="A LayerOffload works from when it is made on"),
+    ):
+        memkit.attach(model, offload)  # type: ignore[arg-type]  # that is the test
+
+
+def test_figures_of_two_contexts_under_one_tag(device: Device) -> None:
+    model, x = _blocks_on(device)
+    offload = memkit.CPUOffload(1.0, "both", min_bytes=0, window_bytes=0, device=device)
+    for _ in range(3):
+        with offload, memkit.Rematerialize(0.5, "both", min_bytes=0, device=device):
+            loss = model(x).square().sum()
+        loss.backward()
+    stats = memkit.stats("both")
+
+    assert stats == offload.stats()
+    assert stats.contexts == ("CPUOffload", "Rematerialize")
+    assert stats.num_iterations == 3
+    assert (stats.moved_out_bytes > 0, stats.num_dropped > 0, stats.live_records) == (True, True, 0)
+    assert {"ratio asked / reached", "#dropped"} <= {line[:21].strip() for line in str(stats).splitlines()}
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), CpuDevice()])
+def test_device_is_a_name_a_torch_device_or_a_device(device: str | torch.device | Device) -> None:
+    offload, remat = memkit.CPUOffload(0.5, device=device), memkit.Rematerialize(0.5, device=device)
+
+    assert isinstance(offload._options.device, CpuDevice)
+    assert isinstance(remat._options.device, CpuDevice)
+
+
+def test_sizes_are_bytes_or_text() -> None:
+    options = memkit.CPUOffload(0.5, min_bytes="4KiB", window_bytes="1GiB", host_limit_bytes="8 GiB")._options
+
+    assert (options.min_bytes, options.window_bytes, options.host_limit_bytes) == (2**12, 2**30, 2**33)

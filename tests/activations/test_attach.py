@@ -1,4 +1,4 @@
-"""`attach`: the same offload without a change to the loop."""
+"""`attach`: the same context without a change to the loop; several on one module, in any order."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import memkit
-from memkit import schedules
 from memkit.activations.saved.state import offload_states
 from memkit.core.hooks import innermost_pack
-from memkit.device import Device
+from memkit.device import Device, ReferenceDevice
 from memkit.plan import plan_ratio
 from tests.activations.cases import assert_same_bits
 from tests.activations.conftest import Offload
+from tests.activations.remat.conftest import NO_PLAN_FITS
 
 Attach = Callable[..., memkit.activations.Attachment]
 
@@ -110,19 +110,6 @@ def test_forward_that_raises_ends_the_context(device: Device, attaching: Attach)
     assert_same_bits(_train(model, x, shift), _train(*_net(device)))
     device.synchronize()
     assert memkit.stats("raises").host_in_use_bytes == 0
-
-
-def test_without_grad_nothing_is_counted(device: Device, attaching: Attach) -> None:
-    model, x, shift = _net(device)
-    attaching(model, schedules.linear(0, 1, num_iterations=2), "eval")
-    for _ in range(3):
-        with torch.no_grad():
-            model(x, shift=shift)
-        with torch.inference_mode():
-            model(x, shift=shift)
-        model(x, shift=shift).sum().backward()
-
-    assert memkit.stats("eval").ratios == (0.0, 0.5, 1.0)
 
 
 def test_entering_that_raises_leaves_the_model_usable(device: Device, attaching: Attach) -> None:
@@ -222,17 +209,6 @@ def test_report_of_another_model_warns_and_is_not_used(device: Device, attaching
         attaching(_net(device)[0], 1.0, "passed", profile=memkit.profile.find_report("elsewhere"))
 
 
-def test_beside_a_context_the_attached_one_decides(device: Device, attaching: Attach, offloading: Offload) -> None:
-    model, x, shift = _net(device)
-    attaching(model, 1.0, "attached")
-    with offloading(1.0, "around", window_bytes=0):
-        loss = model(x, shift=shift).square().sin().sum()
-    loss.backward()
-
-    assert memkit.stats("attached").num_copies_out == 3
-    assert memkit.stats("around").num_copies_out == 2
-
-
 def test_interrupt_leaves_no_hook_once_the_handle_is_removed_or_the_model_runs_again(
     device: Device, offloading: Offload
 ) -> None:
@@ -273,3 +249,98 @@ def test_step_inside_an_except_block_counts_as_any_other(device: Device) -> None
 
     (window,) = offload_states["except"].windows()
     assert len(window.traces) == 1
+
+
+# Several on one module, and what `attach` returns
+
+DEVICE = ReferenceDevice()
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "CPUOffload": lambda: memkit.CPUOffload(1.0, "together", min_bytes=0, window_bytes=0, device=DEVICE),
+    "Rematerialize": lambda: memkit.Rematerialize(0.5, "together", min_bytes=0, device=DEVICE),
+    "no_offload": memkit.no_offload,
+}
+
+
+def _blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Tanh()) for _ in range(4)))
+
+
+def _block_gradients(model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    model(torch.linspace(-1, 1, 128).view(8, 16)).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.filterwarnings(NO_PLAN_FITS)
+@pytest.mark.parametrize(
+    "order", [*itertools.permutations(CONTEXTS), *itertools.permutations(("CPUOffload", "Rematerialize"))], ids=" ".join
+)
+def test_contexts_are_attached_in_any_order(order: tuple[str, ...]) -> None:
+    plain, model = _block_gradients(_blocks()), _blocks()
+    handles = [memkit.attach(model, CONTEXTS[name]()) for name in order]
+
+    for _ in range(3):
+        assert_same_bits(_block_gradients(model), plain)
+    stats = memkit.stats("together")
+    assert stats.contexts == ("CPUOffload", "Rematerialize")
+    assert stats.num_dropped > 0
+    assert (stats.moved_out_bytes > 0) == ("no_offload" not in order)
+    for handle in handles:
+        handle.remove()
+    assert_same_bits(_block_gradients(model), plain)
+    assert innermost_pack() is None
+    assert _hooks(model) == 0
+
+
+@pytest.mark.filterwarnings(NO_PLAN_FITS)
+@pytest.mark.parametrize("name", ["CPUOffload", "Rematerialize"])
+def test_budget_is_attached_alone(name: str) -> None:
+    model = _blocks()
+    plain = _block_gradients(model)
+    budget = memkit.attach(model, memkit.MemoryBudget(0.5, "alone", min_bytes=0, device=DEVICE))
+    other = memkit.attach(model, CONTEXTS[name]())
+    with pytest.raises(ValueError, match=rf'was entered inside a ({name} \(tag "together"\)|MemoryBudget \(tag "alone"\))'):
+        _block_gradients(model)
+    other.remove()
+
+    for _ in range(4):
+        assert_same_bits(_block_gradients(model), plain)
+    budget.remove()
+    assert_same_bits(_block_gradients(model), plain)
+    assert innermost_pack() is None
+
+
+@pytest.mark.parametrize("name", ["CPUOffload", "Rematerialize"])
+def test_handle_has_the_plan_and_the_figures_of_its_context(name: str) -> None:
+    model, context = _blocks(), CONTEXTS[name]()
+    handle = memkit.attach(model, context)
+    before = handle.plan
+    for _ in range(2):
+        _block_gradients(model)
+
+    assert before is None
+    assert handle.plan is not None
+    assert handle.plan.offload_bytes == (memkit.stats("together").moved_out_bytes or 0)
+    assert handle.stats() == memkit.stats("together") == context.stats()
+    assert handle.stats().num_iterations == 2
+    assert repr(handle) == f"<attached {context!r}>"
+    handle.remove()
+    assert repr(handle) == f"<attached no more {context!r}>"
+
+
+def test_handle_of_what_plans_nothing_says_so() -> None:
+    handle = memkit.attach(_blocks(), memkit.no_offload())
+
+    assert handle.plan is None
+    with pytest.raises(ValueError, match=r"stats needs a context with a tag; found <no_offload: .*Ask the CPUOffload"):
+        handle.stats()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning", "ignore:`torch.jit:DeprecationWarning")
+def test_module_that_torchscript_has_compiled_takes_nothing() -> None:
+    scripted = torch.jit.script(_blocks())
+
+    with pytest.raises(ValueError, match=r"needs a module that takes hooks; found Sequential as torch\.jit\.script has"):
+        memkit.attach(scripted, memkit.no_offload())

@@ -1,8 +1,8 @@
-"""Beside `torch.compile`: block by block it is exact; a model compiled as a whole saves at its end, which is said once."""
+"""Beside `torch.compile`: block by block it is exact; a model compiled as a whole saves at its end, which is said once.
+Dynamo compiles none of the hooks, breaks no graph at them, and compiles nothing again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,57 +12,51 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.activations.saved.state import RematState
-from memkit.core.hooks import innermost_pack
+from memkit.core.hooks import SavedTensorHooks, innermost_pack
 from memkit.device import Device
-from memkit.device.base import CopyBatch
-from memkit.device.cuda import CudaCopyBatch
-from memkit.transfer.lanes import Lanes, Transfer
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import Context
 from tests.activations.conftest import Offload
 from tests.activations.remat.conftest import NO_PLAN_FITS
-from tests.compiling import WITH_COMPILED
+from tests.compiling import WITH_COMPILED, Backend, forms_on, frames_of_memkit, in_form, may_be_compiled_here
 
 pytestmark = WITH_COMPILED
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, breaks: bool = False) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32)
+        self.first, self.norm, self.last, self.breaks = nn.Linear(32, 64), nn.LayerNorm(64), nn.Linear(64, 32), breaks
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(nn.functional.gelu(self.first(x))))
+        x = nn.functional.gelu(self.first(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.last(self.norm(x))
 
 
-class Model(nn.Module):
-    def __init__(self, num_blocks: int, *, breaks: bool) -> None:
-        super().__init__()
-        self.blocks, self.breaks = nn.ModuleList([Block() for _ in range(num_blocks)]), breaks
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+class Blocks(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:  # which Dynamo may compile, other than torch's own
+        for block in self:
             x = block(x)
-            if self.breaks:
-                torch._dynamo.graph_break()
         return x
 
 
-def _model(device: Device, num_blocks: int = 2, *, breaks: bool = False) -> Model:
+def _model(device: Device, num_blocks: int = 2) -> Blocks:
     torch.manual_seed(0)
-    return Model(num_blocks, breaks=breaks).to(device.torch_device)
+    return Blocks(*[Block() for _ in range(num_blocks)]).to(device.torch_device)
 
 
-def _by_block(device: Device, backend: str) -> nn.Module:
+def _by_block(device: Device) -> nn.Module:
     model = _model(device)
-    for block in model.blocks:
-        block.compile(backend=backend)
+    for block in model:
+        block.compile(backend="aot_eager")
     return model
 
 
-def _as_a_whole(device: Device, backend: str) -> nn.Module:
+def _as_a_whole(device: Device) -> nn.Module:
     model = _model(device, num_blocks=6)
-    model.compile(backend=backend)
+    model.compile(backend="aot_eager")
     return model
 
 
@@ -79,33 +73,9 @@ def _train(model: nn.Module, device: Device, context: Context = nullcontext, num
     return [*losses, *[param.detach().clone() for param in model.parameters()]]
 
 
-@pytest.mark.parametrize(("backend", "ratio"), [("eager", 1.0), ("aot_eager", 0.5), ("aot_eager", 1.0)])
-def test_blocks_that_are_compiled_one_by_one(backend: str, ratio: float, device: Device, offloading: Offload) -> None:
-    plain = _train(_by_block(device, backend), device)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    found = _train(_by_block(device, backend), device, lambda: offloading(ratio, "blocks", window_bytes=0))
-
-    assert_same_bits(found, plain)
-    stats = memkit.stats("blocks")
-    assert stats.moved_out_bytes >= ratio * stats.unique_bytes > 0
-    assert stats.moved_in_bytes > 0
-    assert stats.live_records == 0
-
-
-def test_compiled_before_the_context_or_inside_of_it(device: Device, offloading: Offload) -> None:
-    plain = _train(_by_block(device, "aot_eager"), device, num_steps=6)
-    model = _by_block(device, "aot_eager")
-    found = _train(model, device, num_steps=2)
-    found += _train(model, device, lambda: offloading(1.0, "mixed", window_bytes=0), num_steps=2)[:2]
-    found += _train(model, device, num_steps=2)
-
-    parameters = list(model.parameters())
-    assert_same_bits([*found[:2], *found[-len(parameters) :]], [*plain[:2], *plain[6:]])
-
-
 def test_attached_to_compiled_blocks(device: Device) -> None:
-    plain = _train(_by_block(device, "aot_eager"), device)
-    model = _by_block(device, "aot_eager")
+    plain = _train(_by_block(device), device)
+    model = _by_block(device)
     memkit.attach(model, memkit.CPUOffload(1.0, "attached", min_bytes=0, window_bytes=0, device=device))
 
     assert_same_bits(_train(model, device), plain)
@@ -113,9 +83,9 @@ def test_attached_to_compiled_blocks(device: Device) -> None:
 
 
 def test_whole_model_that_is_compiled_is_exact_and_warns_once(device: Device, offloading: Offload) -> None:
-    plain = _train(_as_a_whole(device, "aot_eager"), device)
+    plain = _train(_as_a_whole(device), device)
     with pytest.warns(UserWarning, match=r"\"whole\"\): one node .* tensors at once.*Compile each block") as caught:
-        found = _train(_as_a_whole(device, "aot_eager"), device, lambda: offloading(1.0, "whole", window_bytes=0))
+        found = _train(_as_a_whole(device), device, lambda: offloading(1.0, "whole", window_bytes=0))
 
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -124,22 +94,9 @@ def test_whole_model_that_is_compiled_is_exact_and_warns_once(device: Device, of
 
 
 def test_whole_model_of_which_nothing_is_to_leave_does_not_warn(device: Device, offloading: Offload) -> None:
-    _train(_as_a_whole(device, "aot_eager"), device, lambda: offloading(0.0, "nothing"))
+    _train(_as_a_whole(device), device, lambda: offloading(0.0, "nothing"))
 
     assert memkit.stats("nothing").unique_bytes > 0
-
-
-def test_graph_break_in_a_compiled_model_does_not_warn(device: Device, offloading: Offload) -> None:
-    def make() -> nn.Module:
-        torch._dynamo.reset()
-        model = _model(device, breaks=True)
-        model.compile(backend="aot_eager")
-        return model
-
-    plain = _train(make(), device)
-    found = _train(make(), device, lambda: offloading(1.0, "broken", window_bytes=0))
-
-    assert_same_bits(found, plain)
 
 
 def test_plain_model_beside_compiled_code_does_not_warn(device: Device, offloading: Offload) -> None:
@@ -153,10 +110,10 @@ def test_plain_model_beside_compiled_code_does_not_warn(device: Device, offloadi
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_offload_inside_a_compiled_function(device: Device, offloading: Offload) -> None:
     """Dynamo runs uncompilable code as plain Python."""
-    model = _model(device)
+    model, context = _model(device), offloading(1.0, "inside", window_bytes=0)
 
     def forward(x: Tensor) -> Tensor:
-        with offloading(1.0, "inside", window_bytes=0):
+        with context:
             return model(x)
 
     x = torch.randn(16, 32, device=device.torch_device)
@@ -168,6 +125,7 @@ def test_offload_inside_a_compiled_function(device: Device, offloading: Offload)
 
     assert_same_bits(found, [param.grad for param in model.parameters()])
     assert memkit.stats("inside").moved_out_bytes > 0
+    assert frames_of_memkit() == []
 
 
 def test_writing_to_what_a_compiled_block_saved_raises(device: Device, offloading: Offload) -> None:
@@ -185,12 +143,12 @@ def test_writing_to_what_a_compiled_block_saved_raises(device: Device, offloadin
 class _Notes(nn.Module):
     """Notes how many copies have begun before its calls."""
 
-    def __init__(self, begun: list[object]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.begun, self.seen = begun, list[int]()
+        self.seen: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(len(self.begun))
+        self.seen.append(memkit.stats("leaves").num_copies_out)
         return x
 
 
@@ -198,39 +156,96 @@ class _Notes(nn.Module):
 @pytest.mark.parametrize("kind", ["offload", "budget"])
 def test_what_a_compiled_block_saves_leaves_as_it_returns(kind: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """It doesn't wait for the next block's saves, which come at that block's end."""
-    begun: list[object] = []
-    copy_out = Lanes.copy_out
-
-    def note_copy(lanes: Lanes, *args: Any, **kwargs: Any) -> Transfer:
-        begun.append(None)
-        return copy_out(lanes, *args, **kwargs)
-
-    def noting(start: Callable[..., None]) -> Callable[..., None]:
-        def note_start(batch: CopyBatch, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
-            begun.extend(storages)
-            start(batch, storages, behind)
-
-        return note_start
-
     monkeypatch.setattr(RematState, "gives_up_plans", False)
-    monkeypatch.setattr(Lanes, "copy_out", note_copy)
-    for kind_of_batch in (CopyBatch, CudaCopyBatch):
-        monkeypatch.setattr(kind_of_batch, "start", noting(kind_of_batch.start))
-    blocks, notes = _model(device, num_blocks=3).blocks, _Notes(begun)
+    blocks, notes = _model(device, num_blocks=3), _Notes()
     for block in blocks:
         block.compile(backend="aot_eager")
-    model = nn.Sequential(blocks[0], notes, *blocks[1:])
-
-    def context() -> AbstractContextManager[object]:
-        if kind == "offload":
-            return memkit.CPUOffload(1.0, "leaves", min_bytes=0, window_bytes=0, device=device)
-        return memkit.MemoryBudget("1B", "leaves", min_bytes=0, device=device)
-
-    x = torch.randn(16, 32, device=device.torch_device)
+    model, x = nn.Sequential(blocks[0], notes, *blocks[1:]), torch.randn(16, 32, device=device.torch_device)
     for _ in range(8):
-        begun.clear()
-        with context():
+        with (
+            memkit.CPUOffload(1.0, "leaves", min_bytes=0, window_bytes=0, device=device)
+            if kind == "offload"
+            else memkit.MemoryBudget("1B", "leaves", min_bytes=0, device=device)
+        ):
             loss = model(x).square().mean()
         loss.backward()
     assert memkit.stats("leaves").num_copies_out > 3
     assert min(notes.seen[-3:]) > 0
+
+
+# Hooks
+
+
+def _in_form(form: str, device: Device, backend: Backend, *, breaks: bool = False) -> nn.Sequential:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return nn.Sequential(*[in_form(form, Block(breaks=breaks).to(device.torch_device), backend) for _ in range(3)])
+
+
+def _form_step(model: nn.Module, device: Device, context: AbstractContextManager[Any], *, amp: bool) -> list[Tensor]:
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).to(device.torch_device)
+    autocast = torch.autocast(device.torch_device.type, torch.bfloat16) if amp else nullcontext()
+    model.zero_grad()
+    with context, autocast:
+        loss = model(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *[param.grad.clone() for param in model.parameters() if param.grad is not None]]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])
+@pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
+@forms_on("seed 0", "seed 1")
+def test_nothing_is_compiled_again_and_no_hook_is(
+    form: str, amp: bool, breaks: bool, device: Device, offloading: Offload
+) -> None:
+    plain_backend, backend = Backend(), Backend()
+    plain = _form_step(_in_form(form, device, plain_backend, breaks=breaks), device, nullcontext(), amp=amp)
+    model = _in_form(form, device, backend, breaks=breaks)
+    torch._dynamo.utils.counters.clear()
+    found, counts, traced = list[list[Tensor]](), list[int](), list[int]()
+    for step in range(6):
+        # Entered first, left out, entered again: another object, under another tag, with other hooks.
+        context = nullcontext() if step == 3 else offloading((0.5, 1.0)[step % 2], f"step {step % 4}", window_bytes=0)
+        found.append(_form_step(model, device, context, amp=amp))
+        counts.append(backend.num_graphs)
+        traced.append(torch._dynamo.utils.counters["frames"]["total"])
+
+    for one in found:
+        assert_same_bits(one, plain)
+    assert counts == [plain_backend.num_graphs] * 6
+    assert len(set(traced)) == 1
+    assert breaks or not torch._dynamo.utils.counters["graph_break"]
+    assert frames_of_memkit() == []
+    assert memkit.stats("step 1").moved_out_bytes > 0
+
+
+def test_hooks_called_by_code_that_dynamo_may_still_compile(device: Device) -> None:
+    """Dynamo does so if a frame is left uncompiled, and its ops save one by one."""
+    were_compiling = list[bool]()
+
+    class Hooks:
+        def pack(self, tensor: Tensor) -> Tensor:
+            were_compiling.append(may_be_compiled_here())
+            return _leaf(tensor)
+
+        def unpack(self, tensor: Tensor) -> Tensor:
+            return _leaf(tensor)
+
+    def _leaf(tensor: Tensor) -> Tensor:
+        return tensor
+
+    hooks = Hooks()
+    x = torch.randn(4, requires_grad=True, device=device.torch_device)
+
+    def run(inputs: Tensor) -> Tensor:
+        torch._dynamo.skip_frame()
+        return inputs.sin().cos()
+
+    with SavedTensorHooks(hooks.pack, hooks.unpack):
+        torch.compile(run, backend="eager")(x).sum().backward()
+
+    seen = {reference() for reference in torch._dynamo.convert_frame.input_codes.seen}
+    assert run.__code__ in seen
+    assert were_compiling == [False, False, False][: len(were_compiling)]
+    assert seen.isdisjoint({Hooks.pack.__code__, Hooks.unpack.__code__, _leaf.__code__})

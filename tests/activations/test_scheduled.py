@@ -1,4 +1,5 @@
-"""Steps that follow a schedule: the same bits and figures as without one, in any order of backwards."""
+"""Steps that follow a schedule, also where they repeat in other ways: the same bits and figures as without one, in any
+order."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import memkit
+from memkit.activations.offloading import moving_stage as steady
 from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
@@ -31,6 +33,8 @@ from tests.activations.scheduled_steps import (
     learned,
     offloads,
 )
+from tests.contracts.conftest import Case
+from tests.contracts.test_context_orders import ORDERS
 
 __all__ = ["batch_bytes", "offloads"]
 
@@ -80,21 +84,9 @@ def test_steady_steps_have_the_same_bits_and_figures(
 OF_COPIES = ("moved_out_bytes", "num_copies_out", "ratio_reached", "host_peak_bytes", "kept_bytes")
 """They differ if a save dies ahead of its copy: a schedule has its storage leave all the same."""
 FIGURES = (
-    "seen_bytes",
-    "unique_bytes",
-    "kept_bytes",
-    "moved_out_bytes",
-    "moved_in_bytes",
-    "num_copies_out",
-    "num_copies_in",
-    "served_bytes",
-    "wasted_bytes",
-    "window_bytes",
-    "ratio_reached",
-    "host_peak_bytes",
-    "host_in_use_bytes",
-    "live_records",
-    "live_bytes",
+    *("seen_bytes", "unique_bytes", "kept_bytes", "moved_out_bytes", "moved_in_bytes", "num_copies_out", "num_copies_in"),
+    *("served_bytes", "wasted_bytes", "window_bytes", "ratio_reached", "host_peak_bytes", "host_in_use_bytes"),
+    *("live_records", "live_bytes"),
 )
 
 
@@ -225,27 +217,18 @@ def test_save_of_another_kind_leaves_the_schedule(offloads: Offloads, kind: str,
 # What is asked for changes
 
 
-def test_min_bytes_change_between_steps(offloads: Offloads) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted = gradient_of(chain(x, [1, 2, 1, 2]), x)
-    for num_units in (0, 0, 0, 2, 2, 2, 0, 0, 3, 3, 3):
-        with offloads(min_bytes=num_units * UNIT_BYTES):
-            y = chain(x, [1, 2, 1, 2])
-        assert offloads.moved_units == {0: 6, 2: 4, 3: 0}[num_units]
+def test_settings_change_between_steps(offloads: Offloads) -> None:
+    x, moved = leaf_on(offloads.device.torch_device), {}
+    wanted = gradient_of(chain(x, [1, 2] * 4), x)
+    every = [(1.0, 0, 0), (0.5, 0, 0), (0.0, 0, 0), (1.0, 3, 0), (0.25, 0, 0), (1.0, 0, 2), (1.0, 0, 2), (1.0, 0, 3)]
+    for ratio, window_units, min_units in every * 4:
+        with offloads(ratio, window_units, min_bytes=min_units * UNIT_BYTES):
+            y = chain(x, [1, 2] * 4)
+        key = (ratio, window_units, min_units)
+        assert moved.setdefault(key, offloads.moved_units) == offloads.moved_units
         assert_same_bits([gradient_of(y, x)], [wanted])
         del y
-
-
-def test_ratio_and_window_change_between_steps(offloads: Offloads) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    wanted, moved = gradient_of(chain(x, [1] * 8), x), {}
-    for ratio, window_units in [(1.0, 0), (0.5, 0), (0.0, 0), (1.0, 3), (0.25, 0), (1.0, 0)] * 4:
-        with offloads(ratio, window_units):
-            y = chain(x, [1] * 8)
-        assert moved.setdefault((ratio, window_units), offloads.moved_units) == offloads.moved_units
-        assert_same_bits([gradient_of(y, x)], [wanted])
-        del y
-    assert moved == {(1.0, 0): 8, (0.5, 0): 4, (0.0, 0): 0, (1.0, 3): 5, (0.25, 0): 2}
+    assert list(moved.values()) == [12, 6, 0, 9, 3, 8, 0]
 
 
 @pytest.mark.parametrize("steps", ["....oo..", "oooo..oo", ".o.o.o.o"])
@@ -253,7 +236,7 @@ def test_ratio_and_window_change_between_steps(offloads: Offloads) -> None:
 def test_no_offload_comes_and_goes(offloads: Offloads, where: str, steps: str) -> None:
     x = leaf_on(offloads.device.torch_device)
     wanted = gradient_of(chain(x, [1] * 9), x)
-    for kind in steps:
+    for number, kind in enumerate(steps):
         pause: AbstractContextManager[object] = memkit.no_offload() if kind == "o" else nullcontext()
         if where == "around":
             with pause, offloads():
@@ -262,8 +245,12 @@ def test_no_offload_comes_and_goes(offloads: Offloads, where: str, steps: str) -
             with offloads():
                 y = chain(x, [1] * 3)
                 with pause:
-                    y = chain(y, [1] * 4)
+                    y = chain(y, [1] * 2)
+                    with memkit.no_offload() if kind == "o" else nullcontext():
+                        y = chain(y, [1])
+                    y = chain(y, [1])
                 y = chain(y, [1] * 2)
+            assert offloads.follows or steps[max(0, number - 2) : number] != kind * 2
         elif where == "from outside to inside":
             pause.__enter__()
             with offloads():
@@ -279,19 +266,6 @@ def test_no_offload_comes_and_goes(offloads: Offloads, where: str, steps: str) -
         staying = {"inside": 4, "around": 9, "from outside to inside": 5, "from inside to outside": 4}[where]
         assert offloads.moved_units == (9 if kind == "." else 9 - staying)
         assert_same_bits([gradient_of(y, x)], [wanted])
-        del y
-
-
-def test_steps_with_a_region_of_no_offload_follow_a_schedule(offloads: Offloads) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    for number in range(4):
-        with offloads():
-            y = chain(x, [1] * 3)
-            with memkit.no_offload():
-                y = chain(y, [1] * 4)
-            y = chain(y, [1] * 2)
-        assert offloads.follows == (number >= 2)
-        gradient_of(y, x)
         del y
 
 
@@ -331,59 +305,6 @@ def test_attached_and_not(offloads: Offloads) -> None:
 # Without room
 
 
-class Full(ReferenceDevice):
-    """Has no room for some allocations.
-
-    Attributes:
-        refused: for each of the next ones, whether it is refused.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refused: Iterator[bool] = iter(())
-
-    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
-        if next(self.refused, False):
-            raise torch.OutOfMemoryError("injected: out of memory")
-        return super().allocate(num_bytes)
-
-
-@pytest.mark.parametrize("number", range(10))
-@pytest.mark.parametrize("window_units", [0, 8])
-def test_device_without_room_once(window_units: int, number: int) -> None:
-    """For bytes fetched ahead, perhaps together with others, or for bytes needed now."""
-    offloads = Offloads(device := Full())
-    x = leaf_on(device.torch_device)
-    wanted = gradient_of(chain(x, IN_BATCHES), x)
-    offloads.learn(lambda: chain(x, IN_BATCHES), window_units=window_units)
-    with offloads(window_units=window_units):
-        y = chain(x, IN_BATCHES)
-    assert offloads.follows
-    device.refused = iter([False] * number + [True])
-
-    assert_same_bits([gradient_of(y, x)], [wanted])
-    del y
-    offloads.assert_nothing_is_left()
-
-
-def test_device_without_any_room_raises_the_original_error_with_a_hint() -> None:
-    offloads = Offloads(device := Full())
-    x = leaf_on(device.torch_device)
-    wanted = gradient_of(chain(x, [1] * 6), x)
-    offloads.learn(lambda: chain(x, [1] * 6))
-    with offloads():
-        y = chain(x, [1] * 6)
-    assert offloads.follows
-    device.refused = iter([True] * 100)
-
-    with pytest.raises(torch.OutOfMemoryError, match="injected: out of memory") as caught:
-        y.sum().backward(retain_graph=True)
-    (note,) = caught.value.__notes__
-    assert f'no room on the device for 0.00 MiB that CPUOffload (tag "{TAG}") had moved to the host' in note
-    device.refused = iter(())
-    assert_same_bits([gradient_of(y, x)], [wanted])
-
-
 def test_host_memory_that_is_short_for_a_moment(offloads: Offloads, monkeypatch: pytest.MonkeyPatch) -> None:
     x, follows = leaf_on(offloads.device.torch_device), []
     wanted = gradient_of(chain(x, [1] * 6), x)
@@ -402,7 +323,7 @@ def test_host_memory_that_is_short_for_a_moment(offloads: Offloads, monkeypatch:
         follows.append(offloads.follows)
         assert_same_bits([gradient_of(y, x)], [wanted])
         del y
-    assert follows == [False] * 3 + [True] * 5
+    assert follows == [False] + [True] * 7
 
 
 def test_peek_ahead_of_the_backward(offloads: Offloads) -> None:
@@ -427,42 +348,6 @@ def test_peek_ahead_of_the_backward(offloads: Offloads) -> None:
 
 
 # Writes
-
-
-@pytest.mark.parametrize("place", range(4))
-@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.0])
-def test_write_to_what_was_saved_is_autograds_own_error(offloads: Offloads, ratio: float, place: int) -> None:
-    x = leaf_on(offloads.device.torch_device)
-
-    def forward(is_written: bool) -> Tensor:
-        y, kept = x, []
-        for _ in range(4):
-            y = y.clone()
-            kept.append(y)
-            y = y.sin()
-        if is_written:
-            kept[place].add_(1)
-        return y
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation") as plain:
-        forward(True).sum().backward()
-    for _ in range(3):
-        with offloads(ratio):
-            y = forward(False)
-        gradient_of(y, x)
-        del y
-    with offloads(ratio):
-        y = forward(True)
-    with pytest.raises(RuntimeError) as found:
-        y.sum().backward()
-    del y
-    assert _unhinted(str(found.value)) == _unhinted(str(plain.value))
-    del found, plain  # they hold the frames, and so the graph
-
-
-def _unhinted(message: str) -> str:
-    """Return autograd's message without the node and the output, which hooks don't know."""
-    return message.partition("]")[0]
 
 
 # Ends
@@ -545,18 +430,6 @@ def test_context_is_left_on_another_stream(offloads: Offloads) -> None:
         del y
 
 
-@pytest.mark.parametrize("window_units", [0, 3, 6])
-def test_backward_on_another_stream(offloads: Offloads, window_units: int) -> None:
-    x, on_side = leaf_on(offloads.device.torch_device), OnSide(offloads.device)
-    wanted = gradient_of(chain(x, IN_BATCHES), x)
-    offloads.learn(lambda: chain(x, IN_BATCHES), window_units=window_units)
-    with offloads(window_units=window_units):
-        y = chain(x, IN_BATCHES)
-    assert offloads.follows
-
-    assert_same_bits([on_side(lambda: gradient_of(y, x))], [wanted])
-
-
 def test_backward_on_another_stream_stops_halfway(offloads: Offloads) -> None:
     x, on_side = leaf_on(offloads.device.torch_device), OnSide(offloads.device)
     wanted = gradient_of(chain(x, IN_BATCHES), x)
@@ -636,3 +509,235 @@ def test_device_is_not_the_current_one() -> None:
             torch.randn(2**20, device="cuda:0").sin()
         assert_same_bits([gradient_of(y, x)], [wanted])
         del y
+
+
+# Training loops that repeat exactly, but not as alternating forwards and backwards
+
+
+class Followed:
+    """Counts forwards that follow a schedule; `made` has all that have begun to."""
+
+    def __init__(self) -> None:
+        self.made: list[ScheduledForward] = []
+
+    def take(self) -> list[bool]:
+        """Return, for each one since the last call, whether it and its backwards followed the schedule to the end."""
+        found = [made.is_complete and not made._has_left for made in self.made]
+        self.made.clear()
+        return found
+
+
+@pytest.fixture
+def followed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
+    counted, follow_schedule = Followed(), steady.follow_schedule
+
+    def follow(*args: object) -> ScheduledForward | None:
+        found = follow_schedule(*args)  # type: ignore[arg-type]  # as they come
+        if found is not None:
+            counted.made.append(found)
+        return found
+
+    monkeypatch.setattr(steady, "follow_schedule", follow)
+    yield counted
+    counted.made.clear()
+
+
+def test_step_on_the_cpu_alone_among_steady_ones_warns_of_nothing(offloads: Offloads, followed: Followed) -> None:
+    if offloads.device.torch_device.type == "cpu":
+        pytest.skip("everything is on the CPU here")
+    x, on_cpu = leaf_on(offloads.device.torch_device), torch.randn(8, requires_grad=True)
+    for number in range(6):
+        with memkit.CPUOffload(1.0, TAG, min_bytes=0, window_bytes=0, device=offloads.device):
+            y = on_cpu.sin().cos() if number == 3 else chain(x, IN_BATCHES)
+        y.sum().backward()
+        del y
+    assert followed.take()[-2:] == [True] * 2
+
+
+# Orders of forwards and backwards
+
+STEADY = ("retained", "double_backward", "double_backward_outside", "partial", "backward_inside", "interleaved", "in_a_thread")
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("name", STEADY)
+def test_orders_that_repeat_follow_schedules(
+    name: str, offloads: Offloads, followed: Followed, options: dict[str, float]
+) -> None:
+    """The contracts promise their bits."""
+    moved = []
+    for number in range(5):
+        torch.manual_seed(7)
+        ORDERS[name](Case(offloads.device, functools.partial(offloads, **options)))
+        found = followed.take()
+        assert number < 2 or (found and all(found))
+        stats = memkit.stats(TAG)
+        moved.append((stats.moved_out_bytes, stats.moved_in_bytes, stats.seen_bytes, stats.unique_bytes, stats.kept_bytes))
+    assert moved[2:] == [moved[2]] * 3
+
+
+# Shapes that come in turns
+
+BUCKETS = {"A": (3, IN_BATCHES), "B": (2, [2, 1, 2, 1]), "C": (2, [2, 1, 2, 3])}
+"""A multiple of the first save, and the later units; the last two begin alike."""
+
+
+@pytest.mark.core(1)
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("turns", ["AB", "AAB", "BC", "ABC", "BBCC"])
+def test_shapes_in_turns(offloads: Offloads, followed: Followed, turns: str, options: dict[str, float]) -> None:
+    x, done = leaf_on(offloads.device.torch_device), ""
+    found: list[bool] = []
+    for kind in turns * 6:
+        first, units = BUCKETS[kind]
+        wanted = gradient_of(chain(x, [first, *units]), x)
+        with offloads(**options):
+            y = chain(x, [first, *units])
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+        done += kind
+        found.append(followed.take()[-1:] == [True])
+    steady = found[-len(turns) * 2 :]
+    if turns in ("AB", "AAB"):
+        assert found[len(turns) * 2 :] == [True] * (len(turns) * 4)
+    else:  # among equal beginnings, the one is expected that followed the same two last time
+        assert steady == [True] * len(steady)
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_forwards_that_go_another_way_for_good_follow_a_schedule_of_their_own(
+    offloads: Offloads, followed: Followed, options: dict[str, float]
+) -> None:
+    """They begin as the others did, so at first each is taken for one of those."""
+    x = leaf_on(offloads.device.torch_device)
+    for sizes in [(*IN_BATCHES, 1, 1), (*IN_BATCHES, 2, 3, 1), (*IN_BATCHES, 2, 1)]:
+        plain = gradient_of(chain(x, sizes), x)
+        for _ in range(6):
+            followed.made.clear()
+            with offloads(**options):
+                y = chain(x, sizes)
+            assert_same_bits([gradient_of(y, x)], [plain])
+            del y
+        assert followed.take() == [True]
+
+
+def test_first_save_that_lies_otherwise_costs_the_other_shapes_nothing(offloads: Offloads, followed: Followed) -> None:
+    """A forward that differs at its first save is examined as a whole."""
+    x = leaf_on(offloads.device.torch_device)
+
+    def forward(kind: str) -> Tensor:
+        y = x.reshape(16, 16).clone()
+        y = (y.t() if kind == "B" else y).sin()
+        return chain(y.flatten(), [1, 2] if kind == "B" else [2, 2, 1])
+
+    steady = ""
+    for kind in "AAAABBABBABAB":
+        wanted = gradient_of(forward(kind), x)
+        with offloads():
+            y = forward(kind)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+        steady += "sd"[followed.take()[-1:] != [True]]
+    assert steady[:2] == "dd"
+    assert steady[2:4] == "ss"
+    assert steady[6] == "s"  # the others left its schedule
+    assert steady[-4:] == "ssss"
+
+
+# Saves that no backward asks for
+
+
+@pytest.mark.covering(2)
+@pytest.mark.core(1)
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("lives", ["until the backward", "until the next step", "through the next step"])
+@pytest.mark.parametrize("aux_units", [[2, 1, 1], [1] * 6])
+def test_output_that_the_loss_does_not_reach(
+    offloads: Offloads, followed: Followed, aux_units: list[int], lives: str, options: dict[str, float]
+) -> None:
+    x = leaf_on(offloads.device.torch_device)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        trunk = chain(x, [1, 2, 1])
+        return chain(trunk, IN_BATCHES), chain(trunk, aux_units)
+
+    wanted, aux, held = gradient_of(forward()[0], x), None, []
+    for number in range(7):
+        with offloads(**options):
+            y, next_aux = forward()
+            if lives == "through the next step":
+                aux = next_aux
+        aux = next_aux
+        del next_aux
+        if lives == "until the backward":
+            aux = None
+        assert_same_bits([torch.autograd.grad(y.sum(), x)[0]], [wanted])
+        del y
+        if lives == "until the next step":
+            aux = None
+        assert followed.take() == [True] * (number >= 2)
+        held.append(memkit.stats(TAG).host_held_bytes)
+    del aux
+    assert held[3:] == [held[3]] * 4
+
+
+def test_what_the_loss_does_not_reach_takes_no_more_host_memory_than_itself(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    aux, in_use = None, []
+    for _ in range(6):
+        with offloads():
+            trunk = chain(x, [4, 4])
+            y, aux = chain(trunk, [8] * 4), chain(trunk, [2, 2])
+        del trunk
+        gradient_of(y, x)
+        del y
+        memkit.stats(TAG)
+        in_use.append(memkit.stats(TAG).host_in_use_bytes)
+    assert in_use == [4 * UNIT_BYTES] * 6
+    del aux
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_output_that_a_later_backward_reaches_after_all(
+    offloads: Offloads, followed: Followed, options: dict[str, float]
+) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    head = chain(x, [1, 2]).detach().requires_grad_()
+
+    def forward() -> tuple[Tensor, Tensor]:
+        return chain(x, IN_BATCHES), chain(head, [2, 1, 1])
+
+    made = forward()
+    wanted, wanted_aux = gradient_of(made[0], x), gradient_of(made[1], head)
+    kept: list[Tensor] = []
+    for number in range(9):
+        with offloads(**options):
+            y, aux = forward()
+            if kept and number > 5:  # while the next forward runs
+                assert_same_bits([gradient_of(kept.pop(), head)], [wanted_aux])
+        kept.append(aux)
+        del aux
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+        if number > 4:  # when it is over
+            assert_same_bits([gradient_of(kept.pop(0), head)], [wanted_aux])
+    while kept:
+        assert_same_bits([gradient_of(kept.pop(0), head)], [wanted_aux])
+
+
+def test_forward_that_leaves_the_schedule_of_another_trace_for_the_latest(offloads: Offloads) -> None:
+    """Its saves so far are of two traces: it goes by the plan of the trace that it turns out to follow."""
+    weight = torch.ones(16).to(offloads.device.torch_device).requires_grad_()
+
+    for number, is_cut in ((2, False), (6, False), (6, False), (4, True), (3, True), (4, True)):
+        found = []
+        for context in (nullcontext, offloads):
+            y = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).to(weight.device) * weight
+            with context():
+                y = y * weight
+                for _ in range(number):
+                    y = y.sin()
+                if is_cut:
+                    y = y[:5].exp()
+            found.append(gradient_of(y, weight))
+        assert_same_bits(found[:1], found[1:])

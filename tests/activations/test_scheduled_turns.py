@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.offloading import schedule as placement
 from memkit.activations.offloading.schedule import PlacedCopies, Schedule
 from memkit.activations.offloading.scheduled import ScheduledForward
 from memkit.activations.saved.state import offload_states
@@ -49,35 +46,10 @@ def _waiting(device: Device, x: Tensor) -> Tensor:
     return y
 
 
-def _take_steps(offloads: Offloads, forward: Callable[[], Tensor], x: Tensor, window_units: int = 0) -> Tensor:
-    """Return the output of the fourth forward."""
-    for _ in range(3):
-        with offloads(0.5, window_units):
-            y = forward()
-        gradient_of(y, x)
-    with offloads(0.5, window_units):
-        return forward()
-
-
 def test_steps_of_copies_by_turns_are_plain(offloads: Offloads) -> None:
     x = leaf_on(offloads.device.torch_device)
 
     assert_steps_are_plain(offloads, lambda _: _waiting(offloads.device, x), x, ratio=0.5)
-
-
-def test_copies_take_turns_once_they_were_over_when_the_forward_was(offloads: Offloads) -> None:
-    x = leaf_on(offloads.device.torch_device)
-    y = _take_steps(offloads, functools.partial(_waiting, offloads.device, x), x)
-
-    made, (first, second) = _scheduled().placement, _lanes().out_by_turns
-    assert made is not None
-
-    assert _scheduled().schedule.takes_turns
-    assert len(made.out) > 2
-    assert [batch.stream for batch in made.out] == [(first, second)[number % 2] for number in range(len(made.out))]
-    assert [batch.ahead for batch in made.out] == [None, *made.out[:-1]]
-    assert all(batch.ahead is None for back in made.back for batch in back)
-    gradient_of(y, x)
 
 
 def _lanes() -> Lanes:
@@ -88,7 +60,11 @@ def _lanes() -> Lanes:
 def test_copies_go_one_after_the_other_where_the_forward_ends_before_them() -> None:
     device = ReferenceDevice()  # where no copy lands before something waits for it
     offloads, x = Offloads(device), leaf_on(device.torch_device)
-    y = _take_steps(offloads, lambda: chain(x, SIZES), x, window_units=4)  # so that the last copy may come later
+    for number in range(4):
+        with offloads(0.5, 4):  # so that the last copy may come later
+            y = chain(x, SIZES)
+        if number < 3:
+            gradient_of(y, x)
 
     assert not _scheduled().schedule.takes_turns
     assert {batch.stream for batch in _scheduled().out} == {_lanes().out}
@@ -97,12 +73,12 @@ def test_copies_go_one_after_the_other_where_the_forward_ends_before_them() -> N
     offloads.assert_nothing_is_left()
 
 
-def _take_steps_back(offloads: Offloads, num_steps: int) -> tuple[Schedule, PlacedCopies]:
+def _take_steps_back(offloads: Offloads, num_steps: int, *, waits: bool = False) -> tuple[Schedule, PlacedCopies]:
     """Return the schedule of the last step, and its copies."""
     x = leaf_on(offloads.device.torch_device)
     for number in range(num_steps):
         with offloads(0.5):
-            y = chain(x, SIZES)
+            y = _waiting(offloads.device, x) if waits else chain(x, SIZES)
         if number == num_steps - 1:
             made = _scheduled()
             assert made.placement is not None
@@ -112,14 +88,16 @@ def _take_steps_back(offloads: Offloads, num_steps: int) -> tuple[Schedule, Plac
     return made.schedule, made.placement
 
 
-def test_copies_back_take_turns_once_a_backward_has_hardly_waited(offloads: Offloads) -> None:
-    schedule, made = _take_steps_back(offloads, 8)
-    (back,), streams = made.back, _lanes().back_by_turns
+def test_copies_take_turns_once_they_were_over_ahead_of_need(offloads: Offloads) -> None:
+    """When the forward was over, and when a backward asked for them."""
+    schedule, made = _take_steps_back(offloads, 8, waits=True)
 
+    assert schedule.takes_turns
     assert schedule.takes_turns_back
-    assert len(back) > 2
-    assert [batch.stream for batch in back] == [streams[number % 2] for number in range(len(back))]
-    assert [batch.ahead for batch in back] == [None, *back[:-1]]
+    for batches, streams in ((made.out, _lanes().out_by_turns), (made.back[0], _lanes().back_by_turns)):
+        assert len(batches) > 2
+        assert [batch.stream for batch in batches] == [streams[number % 2] for number in range(len(batches))]
+        assert [batch.ahead for batch in batches] == [None, *batches[:-1]]
 
 
 def test_copies_back_go_one_after_the_other_where_backwards_wait_for_them(
@@ -172,18 +150,6 @@ def test_copies_back_are_not_timed_while_any_is_under_way(monkeypatch: pytest.Mo
     first.wait()
     del y
     offloads.assert_nothing_is_left()
-
-
-@pytest.mark.parametrize(("stall_s", "is_early"), [(0.0, True), (0.04, True), (0.06, False)])
-def test_a_backward_has_hardly_waited_if_it_was_for_a_twentieth_of_the_copies(
-    stall_s: float, is_early: bool, offloads: Offloads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, made = _take_steps_back(offloads, 3)
-    last = made.back[0][-1]
-    monkeypatch.setattr(placement, "busy_s_of", lambda _: 1.0)
-    monkeypatch.setattr(CopyBatch, "stall_s", lambda batch: stall_s if batch is last else 0.0)
-
-    assert made.has_come_early() is is_early
 
 
 @pytest.mark.parametrize("turn_bytes", [UNIT_BYTES // 2, UNIT_BYTES // 3, 2 * UNIT_BYTES])
@@ -268,16 +234,6 @@ def test_how_long_a_stream_has_waited_for_turns_counts_until_they_are_started_ag
     batch.start([storage])
     assert batch.waited is None
     batch.wait()
-
-
-def test_a_turn_that_does_not_wait_for_the_one_before_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that waits for the last turn would not have waited for the others."""
-    device = ReferenceDevice()
-    _, batch = _two_turns(device, monkeypatch)
-    batch.turns[1].ahead = None
-
-    with pytest.raises(RaceError):
-        batch.start([device.allocate(8)])
 
 
 def test_turns_wait_for_the_batch_that_they_are_behind(monkeypatch: pytest.MonkeyPatch) -> None:

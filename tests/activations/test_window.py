@@ -1,7 +1,9 @@
-"""Bytes that the device holds: never more than the ratio keeps, or the window, and the one storage at hand."""
+"""The device never holds more bytes than the ratio keeps, or the window, and the one storage at hand; host memory is held as
+the plan needs it, and is not pinned again and again."""
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import weakref
@@ -9,6 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
+import torch
 from torch import Tensor
 
 import memkit
@@ -105,23 +108,6 @@ def test_peak_of_one_forward_one_backward_in_turn(window_units: int, device: Dev
     stats = memkit.stats("pipeline")
     assert stats.peak_live_bytes <= (3 * DEPTH / 2 + window_units + 1) * UNIT_BYTES
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("window_units", [0, 6])
-@pytest.mark.parametrize("ratio", [0.3, 1.0])
-def test_peak_of_two_passes(ratio: float, window_units: int, device: Device, offloading: Offload) -> None:
-    x = leaf_on(device.torch_device)
-    context = offloading(ratio, "two", window_bytes=window_units * UNIT_BYTES)
-    kept_units = max(_kept_units(ratio), window_units)  # the latest stay in any case, as many as the window holds
-    for _ in range(3):
-        losses = []
-        for _ in range(2):
-            with context:
-                losses.append(chain(x, [1] * DEPTH).sum())
-        for loss in reversed(losses):
-            loss.backward()
-
-        assert memkit.stats("two").peak_live_bytes <= (2 * kept_units + window_units + 1) * UNIT_BYTES
 
 
 def test_those_saved_earliest_leave(device: Device, offloading: Offload) -> None:
@@ -225,3 +211,72 @@ def test_order_of_the_backward_is_learned(device: Device, offloading: Offload) -
         y.sum().backward()
 
     assert [0 in indices for indices in coming] == [False, True]
+
+
+# Host memory
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the arena grow by pages, so that a test sees growth."""
+    for name in ("SMALLEST_SEGMENT_BYTES", "LARGEST_SEGMENT_BYTES"):
+        monkeypatch.setattr(f"memkit.transfer.host_memory.{name}", 2**21)
+
+
+def sines(num_saves: int, context: Callable[[], AbstractContextManager[object]]) -> None:
+    """Let autograd save so many storages of 2 MiB, and use them again."""
+    x = torch.randn(2**19).requires_grad_().clone()
+    with context():
+        for _ in range(num_saves):
+            x = x.sin().clone()
+    x.sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_segments")
+def test_nothing_is_pinned_after_the_second_step_however_often_the_host_waits() -> None:
+    device = ReferenceDevice()
+    pins = []
+    for number in range(9):
+        sines(10, lambda: memkit.CPUOffload(0.4, "waits", device=device, window_bytes=2**23))
+        if number % 3 == 2:
+            device.synchronize()
+            gc.collect()
+        pins.append(memkit.stats("waits").num_pins)
+
+    assert pins[2:] == [pins[1]] * 7
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_smaller_ratio_gives_host_memory_back() -> None:
+    device = ReferenceDevice()
+    held = []
+    for ratio in (1.0, 1.0, 0.3, 0.3, 0.0):
+        sines(10, lambda ratio=ratio: memkit.CPUOffload(ratio, "smaller", device=device, window_bytes=0))
+        held.append(memkit.stats("smaller").host_held_bytes // 2**21)
+
+    assert held == [10, 10, 3, 3, 0]
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_shapes_in_turn_keep_what_the_largest_needs() -> None:
+    device = ReferenceDevice()
+    pins = []
+    for num_saves in (10, 10, 4, 10, 4, 10):
+        sines(num_saves, lambda: memkit.CPUOffload(1.0, "turns", device=device, window_bytes=0))
+        pins.append(memkit.stats("turns").num_pins)
+
+    assert pins[2:] == [pins[1]] * 4
+
+
+UNITS = (3, 1, 2, 5, 1, 1, 4, 2)
+
+
+def test_ratios_that_change_pin_no_more_than_the_highest_needs(device: Device, offloading: Offload) -> None:
+    x = leaf_on(device.torch_device)
+    step(x, UNITS, lambda: offloading(1.0, "ratios", window_bytes=0))
+    num_pins = memkit.stats("ratios").num_pins
+    for count in range(40):
+        step(x, UNITS, lambda: offloading((count % 5) / 4 or 0.1, "ratios", window_bytes=0))  # noqa: B023
+
+    assert memkit.stats("ratios").num_pins == num_pins

@@ -16,13 +16,13 @@ import memkit
 from memkit.activations.recomputing.recorded_forward import RecordedForward
 from memkit.activations.saved.ledger import Ledger
 from memkit.activations.saved.records import Record
-from memkit.device import CpuDevice, Device, ReferenceDevice
+from memkit.device import CpuDevice, Device
 from memkit.plan import Action
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, leaf_on
+from tests.activations.conftest import DEVICES, open_test_device
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.contracts.contexts import KINDS, MORE_KINDS, Around
-from tests.gpus import ON_GPU
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
@@ -57,17 +57,12 @@ def _bytes(actions: list[Action | None] | list[Action], action: Action) -> int:
     return UNIT_BYTES * sum(units for units, asked in zip(UNITS, actions, strict=True) if asked is action)
 
 
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """Return each device on which something can move."""
-    if request.param == "cuda":
-        from memkit.device import open_device
-
-        yield open_device("cuda")
-    else:
-        found = ReferenceDevice(seed=0 if request.param == "seed 0" else None)
-        yield found
-        found.synchronize()
+    found = open_test_device(request.param)
+    yield found
+    found.synchronize()
     memkit.reset("actions")
 
 

@@ -1,7 +1,9 @@
-"""The promises of `memkit.device.Device` about streams, events and copies: on the reference device, and on CUDA."""
+"""The promises of `memkit.device.Device` about streams, events and copies, on the reference device and on CUDA; and what each
+real device tells of itself."""
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -11,18 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
+import memkit
 from memkit.core.tensors import byte_view
-from memkit.device import CudaDevice, Device, Event, ReferenceDevice, Stream
+from memkit.device import CudaDevice, Device, Event, ReferenceDevice, Stream, open_device
+from memkit.errors import DeviceUnavailableError
+from tests.activations.conftest import DEVICES, open_test_device
 from tests.gpus import ON_GPU
 
 MIB = 2**20
 
 
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU])
+@pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Device:
-    if request.param == "cuda":
-        return CudaDevice(torch.device("cuda"))
-    return ReferenceDevice(seed=None if request.param == "late" else int(request.param.split()[1]))
+    return open_test_device(request.param)
 
 
 @pytest.fixture
@@ -113,19 +116,6 @@ def test_work_of_another_current_stream_is_ordered_by_events_too(device: Device,
     assert host.eq(5).all()
 
 
-@pytest.mark.usefixtures("own_clock")
-def test_timed_events_tell_seconds(device: Device) -> None:
-    before_s = time.perf_counter()
-    start, end = device.record_event(), device.record_event()
-    device.synchronize()
-
-    assert 0 <= start.elapsed_s(end) <= time.perf_counter() - before_s
-
-
-def test_outside_a_graph_nothing_is_captured(device: Device) -> None:
-    assert not device.is_capturing()
-
-
 def test_allocated_storages_are_counted(device: Device) -> None:
     counter = device.memory_counter()
     assert counter is not None
@@ -134,8 +124,13 @@ def test_allocated_storages_are_counted(device: Device) -> None:
     storage = device.allocate(4 * MIB)
     during = counter.allocated_bytes()
     del storage
+    peak = counter.peak_bytes()
+    counter.reset_peak()
 
     assert (during - before, counter.allocated_bytes()) == (4 * MIB, before)
+    assert peak >= during
+    assert counter.peak_bytes() == before
+    assert (counter.peak_reserved_bytes() or before) >= before
 
 
 def test_host_waits_for_an_event_and_for_nothing_else(device: Device, host: Tensor) -> None:
@@ -219,3 +214,107 @@ def test_event_that_another_thread_is_yet_to_record(device: Device, host: Tensor
 
     assert host.eq(5).all()
     assert filled.elapsed_s(Later()) >= 0
+
+
+@pytest.fixture(params=["cpu", *ON_GPU])
+def real(request: pytest.FixtureRequest) -> Device:
+    return open_device(torch.device(request.param))
+
+
+def test_threads_that_wait_for_a_gpu_use_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each process of several would take memory of the first one."""
+    chosen = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    for torch_device in (torch.device("cpu"), torch.device("cuda", 1)):
+        there = ReferenceDevice()
+        there.torch_device = torch_device
+        there.enter_thread()
+
+    assert chosen == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("kind", ["gradients", "steps"])
+def test_a_thread_of_memkits_enters_its_device(kind: str) -> None:
+    device, entered = ReferenceDevice(), []
+
+    def enter() -> None:
+        entered.append(threading.current_thread().name)
+
+    device.enter_thread = enter  # type: ignore[method-assign]
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(5)))
+    if kind == "gradients":
+        with memkit.LayerOffload(model, layers=["0", "1", "2", "3"], offload_ratio=1.0, train="host", device=device):
+            for _ in range(2):
+                model(torch.ones(2, 4)).sum().backward()
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        model(torch.ones(2, 4)).sum().backward()
+        with memkit.StateOffload(optimizer, update="host", device=device):
+            optimizer.step()
+
+    assert entered == [{"gradients": "memkit-grad_0", "steps": "memkit-step_0"}[kind]]
+
+
+@pytest.mark.usefixtures("own_clock")
+def test_time_between_events_is_that_of_the_work_between(real: Device) -> None:
+    x = torch.randn(256, 256, device=real.torch_device)
+
+    start = real.record_event()
+    middle = real.record_event()
+    for _ in range(200):
+        x = x @ x
+    end = real.record_event()
+    real.synchronize()
+
+    assert 0 <= start.elapsed_s(middle) <= start.elapsed_s(end)
+    assert middle.elapsed_s(end) > 0
+
+
+@pytest.mark.gpu
+def test_what_the_host_takes_between_ops_is_not_timed() -> None:
+    """Each op is enqueued some hundred times slower than it is computed."""
+    device = open_device("cuda")
+    x = torch.ones(16, device="cuda")
+    events = []
+    for _ in range(50):
+        begin = device.record_begin(2e-3)
+        time.sleep(5e-4)
+        x.add_(1)
+        events.append((begin, device.record_event()))
+    device.synchronize()
+
+    assert statistics.median(begin.elapsed_s(end) for begin, end in events) < 1e-4
+
+
+@pytest.mark.usefixtures("own_clock")
+def test_events_made_ahead_are_recorded_when_asked_for(real: Device) -> None:
+    before = real.record_event()
+    real.make_events(2)
+    x = torch.randn(256, 256, device=real.torch_device)
+    for _ in range(200):
+        x = x @ x
+
+    start = real.record_event()
+    end = real.record_event()
+    real.synchronize()
+
+    assert before.elapsed_s(start) > 0
+    assert start.elapsed_s(end) >= 0
+
+
+def test_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match='found "mps"'):
+        open_device(torch.device("mps"))
+
+
+def test_missing_cuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    with pytest.raises(DeviceUnavailableError, match=r'"cuda" was asked for, but torch .* finds no CUDA device here\. Run on'):
+        CudaDevice(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_missing_index_is_said() -> None:
+    with pytest.raises(DeviceUnavailableError, match="this machine has"):
+        CudaDevice(torch.device("cuda", 99))

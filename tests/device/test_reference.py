@@ -75,15 +75,6 @@ def test_lane_that_waits_for_a_lane_drags_it_along(device: ReferenceDevice, host
     assert byte_view(destination).tolist() == [3] * 8
 
 
-def test_copy_before_its_producer_raises(device: ReferenceDevice, host: Tensor) -> None:
-    lane, early = device.new_stream("D2H"), device.record_event()
-    storage = _made(device)
-    device.wait_event(lane, early)
-
-    with pytest.raises(RaceError, match='"D2H" reads a storage without waiting for its writer, "compute"'):
-        device.copy(host, byte_view(storage), lane)
-
-
 def test_fetch_into_memory_that_was_just_allocated_raises(device: ReferenceDevice, host: Tensor) -> None:
     lane, early = device.new_stream("H2D"), device.record_event()
     device.wait_event(lane, early)
@@ -91,17 +82,6 @@ def test_fetch_into_memory_that_was_just_allocated_raises(device: ReferenceDevic
 
     with pytest.raises(RaceError, match='"H2D" writes to a storage'):
         device.copy(byte_view(destination), host, lane)
-
-
-def test_consumer_before_copy_raises(device: ReferenceDevice, host: Tensor) -> None:
-    destination, lane = device.allocate(8), device.new_stream("H2D")
-    device.wait_event(lane, device.record_event())
-    device.copy(byte_view(destination), host, lane)
-
-    with pytest.raises(RaceError, match='"compute" reads a storage without waiting for its writer, "H2D"'):
-        device.note_read(destination)
-
-    device.synchronize()
 
 
 def test_fetch_before_its_own_copy_out_raises(device: ReferenceDevice, host: Tensor) -> None:
@@ -138,16 +118,6 @@ def test_storage_freed_while_a_lane_reads_it_is_a_race(device: ReferenceDevice, 
 
     with pytest.raises(RaceError, match='freed while "D2H" may still use it'):
         device.record_event()
-
-
-def test_copy_whose_source_is_gone_cannot_land(device: ReferenceDevice, host: Tensor) -> None:
-    storage = _made(device)
-    lane = _out(device, storage, host)
-    del storage
-    device.races.clear()
-
-    with pytest.raises(RaceError, match="freed before a copy"):
-        device.wait_event(device.current_stream(), device.record_event(lane))
 
 
 def test_freed_span_is_poisoned(device: ReferenceDevice, host: Tensor) -> None:

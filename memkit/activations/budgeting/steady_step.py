@@ -59,7 +59,7 @@ def schedule_of_moves(
     )
     told = Plan(saves=saves, limit_bytes=float(plan.budget_bytes), predicted_peak_bytes=plan.predicted_peak_bytes)
     leaving = frozenset(numbers[planned.value] for planned in moved)
-    return Schedule(seen, told, leaving, [copies], device, len(saves), [uses], ())
+    return Schedule(seen, told.window_bytes, leaving, [copies], device, len(saves), [uses])
 
 
 def _copies_of(

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from memkit.core.tensors import is_range_of_bytes, storage_key
 from memkit.core.torch_state import dynamo_is_loaded, has_own_dispatch
 from memkit.device import Device, open_device, why_nothing_is_freed
 from memkit.errors import HostMemoryError
-from memkit.plan import Action, Forecast, Plan, RatioSoFar
+from memkit.plan import Action, Forecast, RatioSoFar
 from memkit.transfer.host_memory import Span
 
 _LOGGER = logging.getLogger(__name__)
@@ -116,14 +117,13 @@ class MovingStage(Stage):
             if not (scheduled.is_complete or scheduled.has_backward or has_failed or self._forwards):
                 self._forward_on(scheduled.device)  # a shorter one
             self._end_scheduled(scheduled)
-        if not has_failed and saw_device:
-            self._state.idles_with = self._options if self.counts.ratio == 0 and self._is_alone else None
         for window, forward in self._forwards.values():
             window.end_forward(forward, learn=not has_failed)
-        if not has_failed:
-            self._file_seen()
         self._warn_of_whole_model()
         if not has_failed:
+            if saw_device:
+                self._state.idles_with = self._options if self.counts.ratio == 0 and self._is_alone else None
+            self._file_seen()
             self._warn_of_small()
         self._forwards.clear()  # from here on only the graph keeps a forward alive, which counts in the limit until it dies
         if self._saw_shared is not None and not saw_device:
@@ -150,12 +150,6 @@ class MovingStage(Stage):
 
     # Following a schedule
 
-    def note_pause(self) -> None:
-        if self._capture is not None:
-            self._capture.paused.append(len(self._capture.saves))
-        if self._scheduled is not None and not self._scheduled.note_pause():
-            self._scheduled.stop()
-
     def follow_schedules(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         self._saves = ScheduledSaves(take)
         return self._saves.pack
@@ -172,19 +166,15 @@ class MovingStage(Stage):
             return None  # it began in a region of `no_offload`
         if behind is not None and behind.num_saves == 0:
             self._capture = Capture()
-            self._capture.paused = [0] * behind.num_pauses
         if behind is not None and (behind.num_sent or behind.alone or not behind.is_over):
             return None
         state, options, windows = self._state, self._options, self._state.windows()
         if len(windows) != 1 or options.device not in (None, windows[0].device) or windows[0].traces.has_report():
             return None
         window, asked = windows[0], (self._asked, self.counts.ratio, options.window_bytes)
-        noted = () if capture is None else tuple(capture.paused)
-        if behind is not None:
-            noted = behind.trace.paused[: behind.num_pauses]
         with state.lock:
             window.arena.limit_bytes = options.host_limit_bytes
-            forward = follow_schedule(window, self._saves, asked, self.counts, tensor, noted, behind)
+            forward = follow_schedule(window, self._saves, asked, self.counts, tensor, behind)
         if forward is not None:
             self._scheduled, self._capture, self._may_follow = forward, None, True
             self._devices[window.device.torch_device] = window.device
@@ -210,15 +200,13 @@ class MovingStage(Stage):
             if capture is None or not capture.is_whole or len(self._forwards) > 1 or forward.marks or forward.is_broken:
                 continue
             if {save.value for save in capture.saves} - {NO_VALUE} == set(forward.by_number):
-                forward.share.file_seen(tuple(capture.saves), tuple(capture.paused), self._asked)
+                forward.share.file_seen(tuple(capture.saves), self._asked)
         self._left = None
 
     def _end_scheduled(self, scheduled: ScheduledForward) -> None:
         scheduled.end_forward()
         trace = scheduled.trace
         if scheduled.is_complete:
-            if scheduled.num_pauses < len(trace.paused):
-                trace.seen_under = None
             schedule, counts = scheduled.schedule, self.counts
             counts.seen_bytes += schedule.seen_bytes
             counts.unique_bytes += schedule.unique_bytes
@@ -379,11 +367,10 @@ def follow_schedule(
     asked: tuple[Hashable, float, int | None],
     counts: Counts,
     tensor: Tensor,
-    paused: tuple[int, ...],
     behind: ScheduledForward | None,
 ) -> ScheduledForward | None:
-    """Have saves follow an earlier forward from a tensor on, with the `paused` saves before it, if the forward followed so far
-    (`behind`) has done nothing yet; None if no such forward is known, or another is running."""
+    """Have saves follow an earlier forward from a tensor on, if the forward followed so far (`behind`) has done nothing yet;
+    None if no such forward is known, or another is running."""
     window.settle()
     under, ratio, window_bytes = asked
     place, tried = (0, ()) if behind is None else (behind.num_saves, behind.tried)
@@ -397,7 +384,6 @@ def follow_schedule(
         elif (
             trace not in tried
             and len(seen) > place
-            and trace.paused[: len(paused)] == paused
             and (before is None or seen[:place] == before[:place])
             and seen[place].is_like(tensor)
         ):
@@ -406,15 +392,20 @@ def follow_schedule(
         return None
     trace = expected if (expected := window.traces.expected) in found else found[0]
     window.fit_arena(max(known.plan(ratio, window_bytes).offload_bytes for known in window.traces))
-    schedule = _schedule_of(trace, window, (asked, len(trace.held)), trace.plan(ratio, window_bytes))
-    if schedule is None or not all(save.is_kept for save in schedule.saves[:place]):
+    key = ratio, window_bytes, len(trace.held)
+    if trace.schedule is None or trace.schedule[0] != key:
+        trace.schedule = key, make_schedule(trace, trace.plan(ratio, window_bytes), window.device)
+        if not window.has_schedule:
+            window.has_schedule = True
+            window.device.empty_cache()  # steps without a schedule have left it in more pieces than later ones need
+    schedule: Schedule = trace.schedule[1]
+    if not all(save.stays for save in schedule.saves[:place]):
         return None
     made = open_scheduled(window, schedule, trace, counts)
     if made is None:
         return None
     made.num_saves = made.began_at = place
     made.tried = (trace, *(() if behind is None or behind.began_at < place else tried))
-    made.num_pauses = len(paused)
     saves.follow(made)
     return made
 
@@ -422,16 +413,12 @@ def follow_schedule(
 def open_scheduled(window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts) -> ScheduledForward | None:
     """Return a forward that follows a schedule; None without the host memory for it. The caller holds the lock of the window,
     whose `is_free` says that no request is likely."""
-    spans, is_short = list[Span | None](), False
-    for num_bytes in schedule.host_bytes:
-        try:
+    spans = list[Span | None]()
+    with suppress(HostMemoryError):
+        for num_bytes in schedule.host_bytes:
             spans.append(window.arena.take(num_bytes) if num_bytes else None)
-        except HostMemoryError:
-            is_short = True
     taken = [span for span in spans if span is not None]
-    if is_short:
-        schedule.note_no_room()
-    if is_short or any(span.staging is not None for span in taken):
+    if len(spans) < len(schedule.host_bytes) or any(span.staging is not None for span in taken):
         for span in taken:
             window.arena.give(span)
         return None
@@ -453,28 +440,6 @@ def is_free(window: OffloadWindow) -> bool:
     while ledger.backlog:  # it was copied, and stays on the host
         ledger.release_oldest()
     return True
-
-
-def _schedule_of(trace: Trace, window: OffloadWindow, key: tuple[Hashable, ...], plan: Plan) -> Schedule | None:
-    if trace.schedule is None or trace.schedule[0] != key:
-        assert trace.seen is not None
-        assert trace.requests is not None
-        limit_bytes = max(int(plan.limit_bytes), plan.window_bytes)
-        schedule = make_schedule(
-            trace.seen,
-            plan,
-            requests=trace.requests,
-            limit_bytes=limit_bytes,
-            forecast=forecast_of(trace, plan, limit_bytes=limit_bytes),
-            device=window.device,
-            paused=trace.paused,
-        )
-        if not window.has_schedule:
-            window.has_schedule = True
-            window.device.empty_cache()  # steps without a schedule have left it in more pieces than later ones need
-        trace.schedule = key, schedule
-    known: Schedule = trace.schedule[1]
-    return None if known.pass_once() else known
 
 
 class RatioDecider(RatioSoFar):
@@ -554,19 +519,22 @@ class RatioDecider(RatioSoFar):
             return tuple(range(num_saves))[::-1]
         return trace.order
 
-    def forecast(self) -> Forecast | None:
+    @property
+    def _whole(self) -> Trace | None:
+        """The trace, if the forward had all of its saves, each decided here."""
         trace = self.trace
-        if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
-            return None
-        return forecast_of(trace, self._plan, limit_bytes=self.limit_bytes)
+        return None if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial else trace
+
+    def forecast(self) -> Forecast | None:
+        return None if (trace := self._whole) is None else trace.forecast(self._plan, self.limit_bytes)
 
     def learn(
         self, order: tuple[int, ...], working_bytes: tuple[int, ...], requests: tuple[tuple[int, ...], ...], *, is_whole: bool
     ) -> None:
         """Learn from a backward: the order of first requests, the bytes beside saved values at each, and all requests so far.
         The order is incomplete if values are left to request (not `is_whole`)."""
-        trace = self.trace
-        if trace is None or len(trace.keys) != len(self.follower.keys) or self._is_partial:
+        trace = self._whole
+        if trace is None:
             return
         if is_whole:
             if trace.order != order:
@@ -575,25 +543,14 @@ class RatioDecider(RatioSoFar):
         if trace.requests != requests:
             trace.schedule, trace.requests = None, requests
 
-    def file_seen(self, seen: tuple[SeenSave, ...], paused: tuple[int, ...], under: object) -> None:
+    def file_seen(self, seen: tuple[SeenSave, ...], under: object) -> None:
         trace, follower = self._filed, self.follower
         if trace is None or trace is not follower.trace or not follower.is_whole or self._is_partial:
             return  # a new forward is noted again
         if seen and seen[-1].num_values == len(follower.keys):
-            if trace.seen != seen or trace.paused != paused:
+            if trace.seen != seen:
                 trace.schedule = None
-            trace.seen, trace.paused, trace.seen_under = seen, paused, under
-
-
-def forecast_of(trace: Trace, plan: Plan | None, *, limit_bytes: int) -> Forecast | None:
-    if trace.order is None or not trace.working_bytes:
-        return None
-    return Forecast(
-        [trace.keys[index].num_bytes for index in trace.order],
-        trace.working_bytes,
-        [plan is not None and plan.saves[index].action is Action.KEEP for index in trace.order],
-        limit_bytes=limit_bytes,
-    )
+            trace.seen, trace.seen_under = seen, under
 
 
 _MAX_VIEWS = 8

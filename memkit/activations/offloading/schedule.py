@@ -11,17 +11,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from memkit.activations.saved.traces import NO_VALUE, SeenSave
+from memkit.activations.saved.traces import NO_VALUE, SeenSave, Trace
 from memkit.core.kept import nothing
 from memkit.core.sizes import ALIGNMENT_BYTES, rounded
-from memkit.core.tensors import Geometry
+from memkit.core.tensors import Geometry, extent
 from memkit.device.base import CopyBatch, Device, Piece, Stream, busy_s_of
-from memkit.plan import CopySchedule, Forecast, Plan, schedule_copies
+from memkit.plan import CopySchedule, Plan, schedule_copies
 from memkit.plan.plans import Action
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, copy_by_turns
 
-_MOST_PASSED = 64
 _MOST_LOOKS = 3
 _MAX_PLACES = 4
 _MOST_STALL = 1 / 20
@@ -29,43 +28,17 @@ _MOST_STALL = 1 / 20
 
 
 @dataclass(eq=False, slots=True)
-class ScheduledSave:
-    shape: torch.Size | None
-    dtype: torch.dtype | None
-    value: int
-    num_bytes: int
-    num_values: int
-    is_written: bool
+class ScheduledSave(SeenSave):
+    """`before` is the value, moved as well, that the same storage was saved as before; else `NO_VALUE`."""
+
     is_moved: bool
     is_rest: bool
     is_first: bool
-    is_kept: bool
-    """Nothing is done with it, even at its request."""
-    before: int | None
-    """The value, moved as well, that the same storage was saved as before; None if there is none."""
-    num_pauses: int
-    """The number of `no_offload` regions begun or ended so far, if one did since the last save; else -1."""
+    stays: bool
+    """Nothing is done with it, even at its request; other actions may be due with the save."""
     num_sent: int
     num_released: int
-    geometry: Geometry | None
     nothing: Tensor | None
-    stays: bool = False
-    """Nothing is done with it or asked; other actions may be due with the save."""
-    stride: tuple[int, ...] | None = None
-    offset: int | torch.SymInt | None = None
-    is_conj: bool = False
-    is_neg: bool = False
-
-    def __post_init__(self) -> None:
-        self.stays = self.is_kept and self.num_pauses < 0
-        geometry = self.geometry
-        if geometry is not None:
-            self.stride, self.offset, self.is_conj, self.is_neg = (
-                geometry.stride,
-                geometry.offset,
-                geometry.is_conj,
-                geometry.is_neg,
-            )
 
 
 class Schedule:
@@ -74,22 +47,19 @@ class Schedule:
     def __init__(
         self,
         seen: Sequence[SeenSave],
-        plan: Plan,
+        window_bytes: int,
         leaving: frozenset[int],
         parts: Sequence[CopySchedule],
         device: Device,
         num_values: int,
         requests: Sequence[Sequence[int]],
-        paused: Sequence[int],
     ) -> None:
         copies = self.copies = parts[0]
         self.parts, self.num_values = parts, num_values
-        self.num_passed = self._num_refused = 0
-        """How many more forwards go without it, since host memory is short: some values may find room."""
         self.sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
         self.rest = leaving.difference(*requests)
         """Moved values that no backward asks for: they may outlive the backwards."""
-        self.saves = self._saves(seen, leaving, device.torch_device, paused)
+        self.saves = self._saves(seen, leaving, device.torch_device)
         self.num_requests = [[0] * num_values for _ in parts]
         for counted, asking in zip(self.num_requests, requests, strict=True):
             for value in asking:
@@ -108,7 +78,7 @@ class Schedule:
         # the figures that a forward adds to `Counts` if it follows the schedule to its end
         self.seen_bytes, self.unique_bytes = sum(save.seen_bytes for save in seen), sum(self.sizes_bytes.values())
         self.kept_bytes = self.unique_bytes - sum(self.sizes_bytes[value] for value in leaving)
-        self.window_bytes, self.peak_bytes = plan.window_bytes, self._peak_bytes(requests)
+        self.window_bytes, self.peak_bytes = window_bytes, self._peak_bytes(requests)
         self.host_bytes = tuple(
             sum(rounded(self.sizes_bytes[value], ALIGNMENT_BYTES) for value in values)
             for values in (leaving - self.rest, self.rest)
@@ -119,11 +89,8 @@ class Schedule:
         self._num_looks = 0
         self._placed: dict[object, PlacedCopies] = {}
 
-    def _saves(
-        self, seen: Sequence[SeenSave], leaving: Collection[int], torch_device: torch.device, paused: Sequence[int]
-    ) -> list[ScheduledSave]:
+    def _saves(self, seen: Sequence[SeenSave], leaving: Collection[int], torch_device: torch.device) -> list[ScheduledSave]:
         asked = {value for part in self.parts for value in part.requests}
-        pauses = {place: number for number, place in enumerate(paused, start=1)}
         befores, made = dict[int, int](), list[ScheduledSave]()
         for place, save in enumerate(seen):
             value, is_moved, is_first = save.value, save.value in leaving, save.value not in befores
@@ -134,31 +101,17 @@ class Schedule:
                 befores.setdefault(value, save.before)
             made.append(
                 ScheduledSave(
-                    *(save.shape, save.dtype, value, save.num_bytes, save.num_values, save.is_written),
+                    **{name: getattr(save, name) for name in SeenSave.__slots__} | {"before": before},
                     is_moved=is_moved,
                     is_rest=value in self.rest,
                     is_first=is_first,
-                    is_kept=not (is_moved or value in asked),
-                    before=None if before == NO_VALUE else before,
-                    num_pauses=pauses.get(place, -1),
+                    stays=not (is_moved or value in asked),
                     num_sent=self.copies.num_sent[place],
                     num_released=self.copies.num_released[place],
-                    geometry=save.geometry,
                     nothing=nothing(save.dtype, torch_device) if is_moved and save.dtype is not None else None,
                 )
             )
         return made
-
-    def note_no_room(self) -> None:
-        """Note that there is no host memory for it: some forwards do without it, more each time, up to `_MOST_PASSED`."""
-        self._num_refused += 1
-        self.num_passed = min(2**self._num_refused, _MOST_PASSED)
-
-    def pass_once(self) -> bool:
-        if self.num_passed:
-            self.num_passed -= 1
-            return True
-        return False
 
     def _peak_bytes(self, requests: Sequence[Sequence[int]]) -> int:
         """Return the most bytes of its values on the device. A value that stays is freed by its last requesting backward."""
@@ -208,21 +161,15 @@ class Schedule:
 def is_all_of(geometry: Geometry, num_bytes: int) -> bool:
     if geometry.offset != 0 or geometry.is_conj or geometry.is_neg or 0 in geometry.size:
         return False
-    last = sum((length - 1) * step for length, step in zip(geometry.size, geometry.stride, strict=True))
-    return (1 + last) * geometry.dtype.itemsize == num_bytes
+    return extent(geometry.size, geometry.stride) * geometry.dtype.itemsize == num_bytes
 
 
-def make_schedule(
-    seen: Sequence[SeenSave],
-    plan: Plan,
-    *,
-    requests: Sequence[Sequence[int]],
-    limit_bytes: int,
-    forecast: Forecast | None,
-    device: Device,
-    paused: Sequence[int],
-) -> Schedule:
+def make_schedule(trace: Trace, plan: Plan, device: Device) -> Schedule:
     """Return the schedule of a trace. The forecast of the device's bytes counts if there is one backward alone."""
+    seen, requests = trace.seen, trace.requests
+    assert seen is not None
+    assert requests is not None
+    limit_bytes = max(int(plan.limit_bytes), plan.window_bytes)
     sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
     # moving an overwritten value that no backward asks for frees nothing, and the copy would race with the write
     idle = {save.before for save in seen}.difference(*requests)
@@ -236,16 +183,15 @@ def make_schedule(
             ready=ready,
             requests=[value for value in asked if value in sizes_bytes],
             limit_bytes=limit_bytes,
-            forecast=forecast if len(requests) == 1 else None,
+            forecast=trace.forecast(plan, limit_bytes) if len(requests) == 1 else None,
         )
         for asked in requests
     ]
     visible = leaving.union(*(part.requests for part in parts))
     told = [(_told(part, asked, visible), asked) for part, asked in zip(parts, requests, strict=True)]
     told = [(part, asked) for part, asked in told if part.requests] or told[:1]  # the others do nothing
-    return Schedule(
-        seen, plan, leaving, [part for part, _ in told], device, len(plan.saves), [asked for _, asked in told], paused
-    )
+    parts, asked_for = [part for part, _ in told], [asked for _, asked in told]
+    return Schedule(seen, plan.window_bytes, leaving, parts, device, len(plan.saves), asked_for)
 
 
 def _told(part: CopySchedule, asked: Sequence[int], visible: Collection[int]) -> CopySchedule:

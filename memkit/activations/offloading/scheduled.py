@@ -3,6 +3,7 @@ copied values are freed, and the rest goes save by save."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import deque
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from memkit.activations.offloading.schedule import PlacedCopies, Schedule, ScheduledSave
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.traces import Trace
+from memkit.activations.saved.traces import NO_VALUE, Trace
 from memkit.core import backwards, torch_private
 from memkit.core.interrupts import mended
 from memkit.core.kept import KeptHandle, ScheduledHandle, modified_error
@@ -77,7 +78,6 @@ class ScheduledForward:
         """The number of its first saves that another schedule, which begins alike, has handled."""
         self.tried: tuple[Trace, ...] = (trace,)
         """This trace, and others that did not match."""
-        self.num_pauses = 0
         self.num_sent = self.num_released = 0
         num_values = schedule.num_values
         self.held: list[torch.UntypedStorage | None] = [None] * num_values
@@ -137,7 +137,6 @@ class ScheduledForward:
         schedule, number = self.schedule, self.num_released
         batch = self.out[number]
         wait_for(batch)
-        self.counts.stall_out.batches.append(batch)
         for value in schedule.copies.out[number]:
             self.held[value] = None
         self.num_released = number + 1
@@ -154,20 +153,16 @@ class ScheduledForward:
                 self.take_no_more()
                 self.was_stopped = True
                 for value, storage in enumerate(self.held):
-                    if storage is not None and self.nodes.get(value) != torch_private.node_number():
-                        self._send_alone(value, storage)
+                    if storage is None or self.nodes.get(value) == torch_private.node_number() or value in self.alone:
+                        continue
+                    if self.schedule.batch_of[value] >= self.num_sent:  # the other values of its batch do not come
+                        batch = self.copy_alone(value, is_out=True)
+                        batch.start([storage])
+                        self.counts.moved_out.batches.append(batch)
+                        self.alone[value] = batch
+                        batch.wait()
+                        self.held[value] = None
                 self.let_go_of_sent()
-
-    def _send_alone(self, value: int, storage: torch.UntypedStorage) -> None:
-        """Copy and free a value of a batch whose other values do not come."""
-        number = self.schedule.batch_of[value]
-        if number >= self.num_sent and value not in self.alone:
-            batch = self.copy_alone(value, is_out=True)
-            batch.start([storage])
-            self.counts.moved_out.batches.append(batch)
-            self.alone[value] = batch
-            batch.wait()
-            self.held[value] = None
 
     def copy_alone(self, value: int, *, is_out: bool) -> CopyBatch:
         assert self.placement is not None
@@ -178,11 +173,6 @@ class ScheduledForward:
         with self.at_home():
             while self.num_released < self.num_sent:
                 self._release_next()
-
-    def note_pause(self) -> bool:
-        paused, number = self.trace.paused, self.num_pauses
-        self.num_pauses = number + 1
-        return number < len(paused) and paused[number] == self.num_saves
 
     @property
     def is_complete(self) -> bool:
@@ -312,7 +302,6 @@ class ScheduledForward:
 
     def _await(self, number: int) -> None:
         wait_for(self._back[number])
-        self.counts.stall_in.batches.append(self._back[number])
         for value in self._copies.back[number]:
             self._coming.pop(value, None)
 
@@ -374,11 +363,12 @@ class ScheduledForward:
         return tensor
 
     def _over(self, storage: torch.UntypedStorage, save: ScheduledSave) -> Tensor:
-        if torch_private.num_dispatch_modes() or save.is_conj or save.is_neg:
-            assert save.geometry is not None
-            return save.geometry.over(storage)
+        geometry = save.geometry
+        assert geometry is not None
+        if torch_private.num_dispatch_modes() or geometry.is_conj or geometry.is_neg:
+            return geometry.over(storage)
         made = torch.empty(0, dtype=save.dtype, device=storage.device)
-        return made.set_(storage, save.offset, save.shape, save.stride)  # type: ignore[arg-type]  # set if the value leaves
+        return made.set_(storage, geometry.offset, geometry.size, geometry.stride)
 
     def _turn(self, task: int) -> None:
         number, num_known = self._num_backwards, len(self.schedule.parts)
@@ -395,13 +385,7 @@ class ScheduledForward:
         if number >= num_known and not (self._has_left or self.was_stopped):
             self._leave()
         self.task, self._num_backwards, self._is_asking = task, number + 1, True
-        me = weakref.ref(self)
-
-        def end(has_failed: bool) -> None:
-            if (forward := me()) is not None:
-                forward.end_backward(task, has_failed=has_failed)
-
-        backwards.on_end(end)
+        backwards.on_end(functools.partial(_end_backward, weakref.ref(self), task))
 
     def _storage_of(self, value: int) -> torch.UntypedStorage:
         storage = self.held[value]
@@ -431,7 +415,6 @@ class ScheduledForward:
             batch.start([storage], self.alone.get(value) or self.out[schedule.batch_of[value]])
             batch.wait()
         self.counts.moved_in.batches.append(batch)
-        self.counts.stall_in.batches.append(batch)
         return storage
 
     def _allocate_now(self, num_bytes: int) -> torch.UntypedStorage:
@@ -498,20 +481,15 @@ class ScheduledForward:
     def has_backward(self) -> bool:
         return self.task != _NO_BACKWARD
 
-    @mended
-    def close(self) -> None:
-        self._give_back(self._spans)
-
     @property
     def is_spent(self) -> bool:
         """Only values that no backward has requested are left."""
         return not self.is_forward and self.life() is None
 
     @mended
-    def put_by(self) -> None:
-        self._give_back(self._spans[:1])
-
-    def _give_back(self, spans: Sequence[Span | None]) -> None:
+    def close(self, *, keeps_rest: bool = False) -> None:
+        """Give host memory back, perhaps but for values that no backward has requested."""
+        spans = self._spans[:1] if keeps_rest else self._spans
         held = [span for span in spans if span is not None and self.window.arena.has(span)]  # perhaps not, after an interrupt
         if not any(self._spans):
             return
@@ -540,6 +518,11 @@ class ScheduledForward:
         self._leaving.clear()
         self.is_broken = False
         return [span for span in self._spans if span is not None]
+
+
+def _end_backward(reference: weakref.ref[ScheduledForward], task: int, has_failed: bool) -> None:
+    if (forward := reference()) is not None:
+        forward.end_backward(task, has_failed=has_failed)
 
 
 _Parameter = nn.Parameter
@@ -613,8 +596,6 @@ class ScheduledSaves:
             if not forward.is_forward:
                 return None
             try:
-                if save.num_pauses >= 0 and save.num_pauses != forward.num_pauses:
-                    return None  # no region of `no_offload` begins or ends here
                 version = torch_private.version_of(tensor)
                 if save.is_moved:
                     if not self._hold(save, tensor, version):
@@ -630,7 +611,7 @@ class ScheduledSaves:
                     else:
                         with forward.at_home():
                             forward.keep_up(save.num_sent, save.num_released)
-                if save.is_kept:
+                if save.stays:
                     return alias, version
                 return tuple.__new__(ScheduledHandle, (self.rest if save.is_rest else self.life, save, alias, version))
             except BaseException:
@@ -640,15 +621,16 @@ class ScheduledSaves:
     def _hold(self, save: ScheduledSave, tensor: Tensor, version: int) -> bool:
         if tensor.device != self._torch_device or tensor.layout is not torch.strided:
             return False
-        storage = tensor.untyped_storage()
+        storage, geometry = tensor.untyped_storage(), save.geometry
+        assert geometry is not None
         if (
-            tensor.stride() != save.stride
-            or tensor.storage_offset() != save.offset
+            tensor.stride() != geometry.stride
+            or tensor.storage_offset() != geometry.offset
             or storage.nbytes() != save.num_bytes
             or type(tensor) is not Tensor
             or (tensor.requires_grad != save.is_written and not (save.is_written and is_saved_by_compiled_code()))
-            or tensor.is_conj() != save.is_conj
-            or tensor.is_neg() != save.is_neg
+            or tensor.is_conj() != geometry.is_conj
+            or tensor.is_neg() != geometry.is_neg
             or torch_private.is_zero_tensor(tensor)
             or self._device.stream_number() != self._stream
         ):
@@ -659,9 +641,9 @@ class ScheduledSaves:
             counter, was = forward.counters[value]
             is_same = forward.originals[value]() is storage and counter() is (tensor if base is None else base)
             return is_same and bool(was == version)
-        known = self._addresses.get(address)
-        if known is not None and forward.originals[known]() is not storage:
-            known = None  # another one had that address
+        known = self._addresses.get(address, NO_VALUE)
+        if known != NO_VALUE and forward.originals[known]() is not storage:
+            known = NO_VALUE  # another one had that address
         if known != save.before:
             return False
         forward.originals[value] = weakref.ref(storage)

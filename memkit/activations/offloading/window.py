@@ -41,7 +41,12 @@ class OffloadWindow:
     """The saved tensors of one tag on one device, beside those of scheduled forwards. May be used from several threads."""
 
     def __init__(
-        self, device: Device, name: str, tag: str, lock: AbstractContextManager[object], warn: Callable[[str, str], None]
+        self,
+        device: Device,
+        name: str,
+        tag: str,
+        lock: AbstractContextManager[object],
+        warn: Callable[[], Callable[[str, str], None] | None],
     ) -> None:
         self.device = device
         self.arena = Arena(device)
@@ -181,7 +186,8 @@ class OffloadWindow:
         except HostMemoryError as error:
             forward.share.stays_after_all(record.num_bytes)
             forward.counts.kept_bytes += record.num_bytes
-            self._warn("host", f"it leaves {format_mib(record.num_bytes)} on the device: {error}")
+            if (warn := self._warn()) is not None:
+                warn("host", f"it leaves {format_mib(record.num_bytes)} on the device: {error}")
 
     def make_room(self, forward: Forward) -> None:
         ledger, limit_bytes = self.ledger, self._limit_with(forward)
@@ -388,7 +394,7 @@ class OffloadWindow:
             self.scheduled = None if self.scheduled in over else self.scheduled
             self.put_by = [scheduled for scheduled in self.put_by if scheduled not in over]
         if self.scheduled is not None and self.scheduled.is_spent:
-            self.scheduled.put_by()
+            self.scheduled.close(keeps_rest=True)
             self.put_by, self.scheduled = [*self.put_by, self.scheduled], None
         self.ledger.release_dead(wait=wait)
         if wait:

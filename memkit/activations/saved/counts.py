@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,46 +14,41 @@ if TYPE_CHECKING:
     from memkit.activations.saved.settled import TimedWays
 
 
-class EventPairs(deque[tuple[Event, Event]]):
-    _total_s = 0.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches: list[CopyBatch] = []
-
-    def total_s(self) -> float:
-        while self and self[0][1].is_reached():
-            start, end = self.popleft()
-            self._total_s += start.elapsed_s(end)
-        return self._total_s + sum(batch.stall_s() for batch in self.batches)
+_Timed = tuple[Event, Event]
 
 
-class Transfers(deque[Transfer]):
-    _done_bytes = _num_done = 0
-    _busy_s = 0.0
+def reached_s(pairs: Iterable[_Timed]) -> float:
+    return sum(start.elapsed_s(end) for start, end in pairs if end.is_reached())
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches: list[CopyBatch] = []
+
+@dataclass(slots=True, eq=False)
+class Copies:
+    """Copies in one direction, each by itself or in batches."""
+
+    alone: list[Transfer] = field(default_factory=list)
+    waits: list[_Timed] = field(default_factory=list)
+    """Of streams, for copies by themselves."""
+    batches: list[CopyBatch] = field(default_factory=list)
+
+    def _all(self) -> list[Transfer | CopyBatch]:
+        return [*self.alone, *self.batches]
 
     @property
     def num_bytes(self) -> int:
-        return self._done_bytes + sum(copy.num_bytes for copy in self) + sum(batch.num_bytes for batch in self.batches)
+        return sum(copy.num_bytes for copy in self._all())
 
     @property
     def num_copies(self) -> int:
-        return self._num_done + len(self) + sum(batch.num_storages for batch in self.batches)
+        return len(self.alone) + sum(batch.num_storages for batch in self.batches)
+
+    def stall_s(self) -> float:
+        return reached_s(self.waits) + sum(batch.stall_s() for batch in self.batches)
 
     def rate(self) -> float | None:
         """Return bytes per second over the copies, None unless all of them are done and took any time."""
-        while self and self[0].done.is_reached():
-            copy = self.popleft()
-            self._num_done += 1
-            self._done_bytes += copy.num_bytes
-            self._busy_s += copy.started.elapsed_s(copy.done)
-        if self or not all(batch.done.is_reached() for batch in self.batches):
+        if not all(copy.done.is_reached() for copy in self._all()):
             return None
-        busy_s = self._busy_s + busy_s_of(self.batches)
+        busy_s = sum(copy.started.elapsed_s(copy.done) for copy in self.alone) + busy_s_of(self.batches)
         return self.num_bytes / busy_s if busy_s > 0 else None
 
 
@@ -66,10 +61,8 @@ class Counts:
     kept_bytes: int = 0
     served_bytes: int = 0
     wasted_bytes: int = 0
-    stall_out: EventPairs = field(default_factory=EventPairs)
-    stall_in: EventPairs = field(default_factory=EventPairs)
-    moved_out: Transfers = field(default_factory=Transfers)
-    moved_in: Transfers = field(default_factory=Transfers)
+    moved_out: Copies = field(default_factory=Copies)
+    moved_in: Copies = field(default_factory=Copies)
 
     budget: int | float = 1.0
     budget_bytes: float = math.inf
@@ -92,7 +85,7 @@ class Counts:
     replayed_s: float = 0.0
     ops_of_region: int = 0
     region_s: float = 0.0
-    replayed: EventPairs = field(default_factory=EventPairs)
+    replayed: list[_Timed] = field(default_factory=list)
 
     def note_opless(self, why: str | None, num_bytes: int) -> None:
         if why is not None:
@@ -111,8 +104,8 @@ class Counts:
             "wasted_bytes": self.wasted_bytes,
             "num_copies_out": self.moved_out.num_copies,
             "num_copies_in": self.moved_in.num_copies,
-            "stall_out_s": self.stall_out.total_s(),
-            "stall_in_s": self.stall_in.total_s(),
+            "stall_out_s": self.moved_out.stall_s(),
+            "stall_in_s": self.moved_in.stall_s(),
             "d2h_bytes_per_s": self.moved_out.rate(),
             "h2d_bytes_per_s": self.moved_in.rate(),
         }

@@ -95,16 +95,12 @@ class Ledger:
         record.span = span = self.arena.take(record.num_bytes)
         record.storage = storage  # held from here on even after an interrupt: see [Note: interrupts]
         record.left = self._lanes.copy_out(storage, span, after=self.device.record_event(record.stream, timed=False))
-        _counts(record).moved_out.append(record.left)
+        _counts(record).moved_out.alone.append(record.left)
         self.enter(record, SavedResidency.LEAVING)
         self.backlog.append(record)
 
     def release_oldest(self) -> None:
-        self._release(self.backlog.popleft())
-
-    def release(self, record: Record) -> None:
-        self.backlog.remove(record)
-        self._release(record)
+        self.release(self.backlog[0])
 
     def release_dead(self, *, wait: bool) -> None:
         for record in [record for record in self.backlog if record.num_handles == 0]:
@@ -112,10 +108,11 @@ class Ledger:
             if wait or record.left.done.is_reached():
                 self.release(record)
 
-    def _release(self, record: Record) -> None:
+    def release(self, record: Record) -> None:
         assert record.residency is SavedResidency.LEAVING
         assert record.left is not None
-        _counts(record).stall_out.append(self._wait(record.stream, record.left.done))
+        self.backlog.remove(record)
+        _counts(record).moved_out.waits.append(self._wait(record.stream, record.left.done))
         self.enter(record, SavedResidency.HOST)
         self.let_go(record)
         if record.num_handles == 0:
@@ -186,7 +183,7 @@ class Ledger:
         stream = self.device.current_stream()
         after = (self.device.record_event(stream, timed=False), record.left.done)
         record.came = self._lanes.copy_back(record.span, storage, after=after)
-        _counts(record).moved_in.append(record.came)
+        _counts(record).moved_in.alone.append(record.came)
         self._hold_copy(record, storage)
         self.enter(record, SavedResidency.COMING)
 
@@ -195,7 +192,7 @@ class Ledger:
         assert record.residency is SavedResidency.COMING
         assert record.came is not None
         assert record.fetched_on is not None
-        _counts(record).stall_in.append(self._wait(record.fetched_on, record.came.done))
+        _counts(record).moved_in.waits.append(self._wait(record.fetched_on, record.came.done))
         self.enter(record, SavedResidency.BACK)
 
     def take_back(self, record: Record) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +20,7 @@ from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Transfer
 
 if TYPE_CHECKING:
+    from memkit.activations.recomputing.recorded_forward import RecordedForward
     from memkit.activations.saved.forward import Forward
     from memkit.activations.saved.ledger import Ledger
 
@@ -57,21 +57,6 @@ class Unpacker(Protocol):
 
     def change(self, record: Record, storage: torch.UntypedStorage, action: Action) -> None:
         """Do something else with a record, whose bytes are also in a storage of the user's."""
-
-
-class Maker(Protocol):
-    @property
-    def lock(self) -> AbstractContextManager[object]:
-        pass
-
-    def note_request(self, record: Record, node: int) -> None:
-        """A node of the graph asks for a record."""
-
-    def note_last_use(self, record: Record) -> None:
-        """The backward is about to get a record that it will not request again, as far as is known."""
-
-    def make(self, record: Record) -> None:
-        """DROPPED -> BACK, for work on the current stream."""
 
 
 class Handle(KeptHandle):
@@ -151,7 +136,7 @@ class Record:
         """The forward that moves it, if any: kept alive while a graph may ask for the record."""
         self.index = index
         self.counts = None if owner is None else owner.counts
-        self.maker: Maker | None = None
+        self.maker: RecordedForward | None = None
         """Kept alive as well; None if nothing can recompute it."""
         self.value = -1
         self.num_bytes = storage.nbytes()

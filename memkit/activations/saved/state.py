@@ -8,11 +8,10 @@ from abc import ABC
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memkit.activations.offloading.window import OffloadWindow
-from memkit.activations.saved.counts import Counts
+from memkit.activations.saved.counts import Counts, reached_s
 from memkit.activations.saved.entry import Unasked
 from memkit.activations.saved.settled import Settled, TimedWays
 from memkit.activations.saved.traces import OpTrace, Traces, trace_of
@@ -63,9 +62,8 @@ class TagState(ABC):
     def window(self, device: Device) -> OffloadWindow:
         with self.lock:
             if device not in self._windows:
-                self._windows[device] = OffloadWindow(
-                    device, self.name, self.tag, self.lock, partial(_warn_once, weakref.ref(self))
-                )
+                warn = weakref.WeakMethod(self.warn_once)
+                self._windows[device] = OffloadWindow(device, self.name, self.tag, self.lock, warn)
             return self._windows[device]
 
     @property
@@ -213,7 +211,7 @@ class RematState(TagState):
             "num_replays": counts.num_replays,
             "num_replayed_ops": counts.num_replayed_ops + counts.num_replays * counts.ops_of_region,
             "estimated_replay_s": counts.replayed_s + counts.num_replays * counts.region_s,
-            "measured_replay_s": counts.replayed.total_s(),
+            "measured_replay_s": reached_s(counts.replayed),
         }
 
     @property
@@ -243,11 +241,6 @@ class RematState(TagState):
                 trace.learn(replace(trace.step, lineage=lineage.with_seconds(seconds)))
                 trace.is_measured = trace.num_seen > 1  # in its first forward a kernel is loaded, or chosen among several
         self._timed.clear()
-
-
-def _warn_once(state: weakref.ref[TagState], what: str, message: str) -> None:
-    if (alive := state()) is not None:
-        alive.warn_once(what, message)
 
 
 _retired = set[OffloadWindow]()

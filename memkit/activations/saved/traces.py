@@ -8,6 +8,7 @@ from.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 import weakref
@@ -24,7 +25,7 @@ from memkit.core import torch_private
 from memkit.core.kept import KeptHandle
 from memkit.core.tensors import Geometry
 from memkit.core.torch_state import is_saved_by_compiled_code
-from memkit.plan import Action, DTRScore, ModuleCall, Plan, RematPlanner, Step, plan_ratio
+from memkit.plan import Action, DTRScore, Forecast, ModuleCall, Plan, RematPlanner, Step, plan_ratio
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.recording.module_calls import Aftermath, NotedCall, SpanCall, span_calls
 from memkit.recording.recording import Recording, names_of, step_of
@@ -33,7 +34,7 @@ NO_VALUE = -1
 """The number of a tensor that always stays: too small, a parameter, the caller's."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SeenSave:
     shape: torch.Size | None
     """None for a tensor that is not told from others: one of a class of its own, or without a shape."""
@@ -146,7 +147,6 @@ def _kind_of(call: ModuleCall, module: nn.Module | None) -> tuple[object, ...]:
 _MAX_TRACES = 16
 _MAX_STRANGERS = 8
 _MAX_AWAITED = 4
-_DTYPE_NAMES: dict[torch.dtype, str] = {}
 STRANGER = -1
 """The place of a save that a report has not foretold, and that is let pass."""
 
@@ -179,7 +179,6 @@ class Trace:
     """All that the hooks were given, if known: later forwards may follow a schedule."""
     seen_under: object = None
     """The arguments that `seen` depends on; None to look again."""
-    paused: tuple[int, ...] = ()
     schedule: tuple[object, Any] | None = None
     num_awaited: int | None = None
     """How many more forwards follow no schedule, so that it is seen whole, once one left another's schedule for it."""
@@ -223,6 +222,16 @@ class Trace:
             window = 2 * largest if window_bytes is None else window_bytes
             self._plan = (asked, plan_ratio(sizes, ratio, window_bytes=window, held=frozenset(self.held)))
         return self._plan[1]
+
+    def forecast(self, plan: Plan | None, limit_bytes: int) -> Forecast | None:
+        if self.order is None or not self.working_bytes:
+            return None
+        return Forecast(
+            [self.keys[index].num_bytes for index in self.order],
+            self.working_bytes,
+            [plan is not None and plan.saves[index].action is Action.KEEP for index in self.order],
+            limit_bytes=limit_bytes,
+        )
 
 
 def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
@@ -323,11 +332,12 @@ def _begins(whole: Sequence[Any], part: Sequence[Any]) -> bool:
 
 
 def key_of(tensor: Tensor, storage: torch.UntypedStorage) -> SaveKey:
-    dtype = tensor.dtype
-    name = _DTYPE_NAMES.get(dtype)
-    if name is None:
-        name = _DTYPE_NAMES[dtype] = str(dtype).removeprefix("torch.")
-    return SaveKey(storage.nbytes(), tuple(tensor.shape), name)
+    return SaveKey(storage.nbytes(), tuple(tensor.shape), _name_of(tensor.dtype))
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Follower:
@@ -382,7 +392,6 @@ class Follower:
 class Capture:
     def __init__(self) -> None:
         self.saves: list[SeenSave] = []
-        self.paused: list[int] = []
         self._first_node = 0
         self._numbers = set[int]()
         self._values: dict[int, tuple[int, Any]] = {}
