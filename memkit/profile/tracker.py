@@ -40,7 +40,7 @@ from memkit.profile.tree import ModuleTree
 
 if TYPE_CHECKING:
     from memkit.profile.optimizer_states import OptimizerLike
-    from memkit.profile.passes import Watch
+    from memkit.profile.watch import Watch
 
 _Value = TypeVar("_Value")
 _REPLICATED = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -261,6 +261,7 @@ def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
     """Return the report without its `fit`."""
     # Only now: a private class of torch is the base of the op watch.
     from memkit.profile.passes import memory_pass, module_records, plain_pass, save_times_pass, simulated_pass, time_pass
+    from memkit.profile.watch import StorageLog
 
     step, tree, run_device = prepared.step, prepared.tree, prepared.run_device
     device = None if run_device == META else open_device(run_device, advice=USE_META)
@@ -275,7 +276,7 @@ def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
     if prepared.min_bytes is not None and device is None:
         trace, watch = _traced(step, tree, prepared.target, prepared.min_bytes)
     elif device is None:
-        watch = run(lambda: simulated_pass(step, tree, prepared.target), " without data")
+        watch, _ = run(lambda: simulated_pass(step, tree, prepared.target, StorageLog), " without data")
     else:
         if step.sharded:
             run(step.sharded.gather_once, ", gathering each layer")
@@ -285,8 +286,8 @@ def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
         num_calls = sum(watch.stack.num_calls.values())
         forward_s, backward_s = run(lambda: time_pass(step, tree, device, num_calls=num_calls), ", taking time", is_timed=True)
         save_times = run(lambda: save_times_pass(step, tree, device), ", timing saves", is_timed=True)
-        if watch.writes.written:
-            names = list(watch.writes.written)
+        if watch.written:
+            names = list(watch.written)
             warnings.warn(
                 f"the forward wrote to {', '.join(names[:3])}{', ...' * (len(names) > 3)}, and profile_memory does not put "
                 'these back; profile a copy, or use device="meta"',
@@ -294,7 +295,7 @@ def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
             )
     if prepared.min_bytes is not None and trace is None:
         trace, _ = _traced(step, tree, "cuda", prepared.min_bytes)
-    log, optimizer = watch.storages, prepared.optimizer
+    log, optimizer = watch.log, prepared.optimizer
     steps = None if optimizer is None else optimizer.name
     saved = watch.saves.records(save_times)
     return MemoryReport(
@@ -310,8 +311,8 @@ def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
         reserved_peak_bytes=watch.gauge.highest_reserved_bytes,
         trace=trace,
         optimizer=optimizer,
-        sharding=step.sharded.info(watch.gathered_bytes) if step.sharded else None,
-        step_memory=None if log is None else log.finished(prepared.states, optimizer=steps),
+        sharding=step.sharded.info(None if log is None else log.gathered_bytes()) if step.sharded else None,
+        step_memory=log.finished(prepared.states, optimizer=steps) if log is not None and step.backward else None,
     )
 
 
