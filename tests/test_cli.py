@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 
-from memkit import __version__
+from memkit import __version__, profile_memory
 from memkit.cli import arguments, commands, main, progress, specs
 from memkit.profile import MemoryReport
 from memkit.profile.simulate import TARGETS
@@ -103,6 +104,36 @@ def test_target_and_view_are_passed_on(capsys: pytest.CaptureFixture[str]) -> No
     assert len(out.partition("\n\nmodel inputs")[0].splitlines()) == 5
 
 
+SQUEEZENET = ["profile", "torchvision:squeezenet1_1", "--input", "2x3x32x32"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_dtype_casts_the_model_and_inputs_without_a_dtype(capsys: pytest.CaptureFixture[str], dtype: str) -> None:
+    def report_on(*device: str) -> MemoryReport:
+        return MemoryReport.from_json(run_command(capsys, *SQUEEZENET, "--dtype", dtype, *device, "--json", "-")[1])
+
+    meta, real = report_on("--device", "meta", "--target", "cpu"), report_on("--device", "cpu")
+
+    assert {record.dtype for record in meta.saved if record.category == "input"} == {dtype}
+    num_params = sum(parameter.numel() for parameter in torchvision.models.squeezenet1_1().parameters())
+    assert meta.param_bytes == real.param_bytes == num_params * getattr(torch, dtype).itemsize
+    assert meta.activation_bytes == real.activation_bytes
+
+
+@pytest.mark.parametrize("device", [["cpu"], ["meta", "--target", "cpu"], ["meta", "--target", "cuda"]], ids=str)
+def test_autocast_runs_as_the_targets_does(capsys: pytest.CaptureFixture[str], device: list[str]) -> None:
+    model, x = torchvision.models.squeezenet1_1(), torch.empty(2, 3, 32, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = profile_memory(model, x, target=device[-1], device="meta", print_table=False)
+
+    out = run_command(capsys, *SQUEEZENET, "--autocast", "bf16", "--device", *device, "--json", "-")[1]
+
+    found = MemoryReport.from_json(out)
+    assert found.run.autocast == "bfloat16"
+    assert found.param_cast_bytes == expected.param_cast_bytes > 0
+    assert found.activation_bytes == expected.activation_bytes
+
+
 def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     json_path = tmp_path / "report.json"
 
@@ -142,6 +173,8 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["profile", "torch.nn:ReLU", "--input", "2", "--json", "/no/such/folder/x.json"], "No such file or directory"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--csv", "/tmp/x"], "argument --csv: it was removed in 0.2; use --json"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--device", "cpu", "--target", "cpu"], "--target is for --device meta"),
+        (["profile", "torch.nn:ReLU", "--input", "2", "--dtype", "int8"], "--dtype: needs one of float32, fp32, f32, float, "),
+        (["profile", "torch.nn:ReLU", "--input", "2", "--autocast", "fp32"], "half, bfloat16, bf16; found 'fp32'"),
         (["show", "/no/such/file.json"], "No such file or directory: '/no/such/file.json'"),
         (["show", __file__], "is not a memkit report"),
         (["bench"], "required: BENCH"),
