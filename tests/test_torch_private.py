@@ -318,40 +318,21 @@ def test_checkpoint_sets_hooks_of_its_own_module() -> None:
     assert packs[0].__module__ == torch_private.CHECKPOINT_HOOKS
 
 
-def test_dynamo_reads_and_sets_the_marks() -> None:
+def test_marks_and_names_are_those_of_torch() -> None:
     compiled, disabled = torch.compile(lambda x: x, backend="eager"), torch.compiler.disable(lambda x: x)
-
     assert torch_private.DYNAMO in sys.modules
     assert hasattr(compiled, torch_private.COMPILED_FUNCTION_MARK)
     assert all(hasattr(disabled, mark) for mark in torch_private.UNTRACED_MARKS)
 
-
-def test_fused_optimizer_has_the_mark() -> None:
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], fused=True)
-
     assert getattr(optimizer, torch_private.SCALES_IN_STEP_MARK) is True
-
-
-def test_scheduler_asks_for_the_mark_of_a_step() -> None:
-    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
     setattr(optimizer, torch_private.STEPPED_MARK, True)
-
     scheduler.step()  # a warning is an error
 
-
-def test_jagged_tensor_is_made_of_its_values() -> None:
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-
     assert torch_private.JAGGED_VALUES in jagged.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-
-
-def test_module_has_the_dictionaries_that_are_left() -> None:
     assert set(torch_private.MODULE_STATE) <= vars(nn.Module()).keys()
-
-
-def test_functions_that_a_used_gradient_allows_exist() -> None:
     assert all(hasattr(torch.Tensor, name) or hasattr(torch, name) for name in torch_private.READ_BY_MODULES)
     assert hasattr(torch, torch_private.ZEROING_ALL)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -133,12 +132,6 @@ def test_roofline_is_the_longer_of_computing_and_copying_each_way() -> None:
     assert (line["to_roofline"], line["to_plain"], line["reserved_to_allocated"]) == (9.0 / 6.0, 3.0, 1.5)
 
 
-def test_step_is_compared_with_all_layers_where_none_reach_its_peak() -> None:
-    line = bench_module("remat_spaced").compared(_step(1.0), _step(2.0), None, 24)
-
-    assert (line["to_spaced"], line["num_checkpointed"], line["spaced_reaches_peak"]) == (0.5, 24, False)
-
-
 def _flops_of_backward(kept_ops: Sequence[Any]) -> int:
     layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     mine = layer.forward = torch.compile(layer.forward, backend="eager")
@@ -197,37 +190,6 @@ def test_learned_budget_is_timed_by_turns_with_plain_steps_and_tells_whether_it_
     assert "cannot be kept to" in too_small["warned"][0]
     assert too_small["peak_to_budget"] > 1
     assert budget_steps.has_stepped(nn.Linear(8, 8)).state  # nothing is left free for what has stepped
-
-
-def _run_up_to(most: int, tried: list[int]) -> Callable[[int], dict[str, Any]]:
-    def run(batch: int) -> dict[str, Any]:
-        tried.append(batch)
-        return {"batch": batch} if batch <= most else {"batch": batch, "error": "no room"}
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("most", "tried", "has_run"), [(1000, [250], True), (100, [250, 200, 150, 100], True), (99, [250, 200, 150, 100], False)]
-)
-def test_search_begins_at_what_is_to_be_shown_and_goes_down(most: int, tried: list[int], has_run: bool) -> None:
-    seen: list[int] = []
-
-    found = bench_module("remat_supernet").first_that_runs(_run_up_to(most, seen), 100)
-
-    assert seen == tried
-    assert (found["batch"], "error" not in found) == (tried[-1], has_run)
-
-
-@pytest.mark.parametrize(("most", "num_checks", "tried"), [(420, 99, [300, 350, 400, 450]), (1000, 2, [300, 350])])
-def test_larger_batches_are_tried_while_they_run_and_there_is_time(most: int, num_checks: int, tried: list[int]) -> None:
-    seen, checks = list[int](), itertools.count()
-    larger = bench_module("remat_supernet").larger_that_run
-
-    found = list(larger(_run_up_to(most, seen), 100, has_time=lambda: next(checks) < num_checks))
-
-    assert [line["batch"] for line in found] == seen == tried
-    assert ["error" in line for line in found] == [batch > most for batch in tried]
 
 
 # Steps that vary
@@ -291,18 +253,3 @@ def test_loss_in_pieces_has_the_gradients_of_the_whole() -> None:
     torch.testing.assert_close(loss, whole)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, msg=name)
-
-
-def test_lora_begins_at_the_base_model_on_the_projections_of_attention() -> None:
-    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
-    expected = model(batch)
-
-    trained = bench_module("lora").add_lora(model, ("1",), rank=2)
-    dit = bench_module("dit").dit(2, 32, 8, width=64, num_heads=4, num_double=2, num_single=4, rank=2)
-    dit.loss(dit.forward()).backward()
-
-    assert torch.equal(model(batch), expected)
-    assert [tuple(parameter.shape) for parameter in trained] == [(2, 4), (4, 2)]
-    grads = {name for name, parameter in dit.model.named_parameters() if parameter.grad is not None}
-    assert grads == {name for name, parameter in dit.model.named_parameters() if parameter.requires_grad}
-    assert len(grads) == 2 * (2 * 2 * 2 + 4 * 2)

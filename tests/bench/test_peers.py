@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import types
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -127,32 +125,6 @@ def test_peers_that_cannot_run_are_left_out_with_the_reason(name: str, monkeypat
     for package in ("diffusers", "diffusers.hooks", "accelerate"):
         monkeypatch.setitem(sys.modules, package, None)
     assert str(_measure(name, _frozen(), backward=False)).startswith("not installed (import of ")
-
-
-def _fail(*_: object, **__: object) -> None:
-    raise KeyError("no such layer\nand more")
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "reason"),
-    [
-        ("block swap", Stack, "it moves frozen weights only; found none in the layers"),
-        ("accelerate cpu_offload", Stack, "it failed: KeyError: 'no such layer"),
-        (
-            "diffusers group offloading",
-            lambda: nn.Sequential(*Stack().layers),
-            "it needs a list of layers inside of one module",
-        ),
-    ],
-)
-def test_peer_that_fails_says_why(
-    name: str, model: Callable[[], nn.Module], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate", types.SimpleNamespace(cpu_offload=_fail))
-    monkeypatch.setitem(sys.modules, "diffusers", types.ModuleType("diffusers"))
-    monkeypatch.setitem(sys.modules, "diffusers.hooks", types.SimpleNamespace())
-
-    assert reason in str(_measure(name, model(), backward=name == "block swap"))
 
 
 def test_fsdp_leaves_a_group_alone_that_is_there() -> None:

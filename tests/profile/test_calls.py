@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from memkit import profile_memory
 from memkit.profile import MemoryReport, ModuleRecord
 from tests.clock import set_clock
+from tests.profile.cases import Function
 
 
 def _rows(report: MemoryReport) -> dict[str, ModuleRecord]:
@@ -119,11 +120,7 @@ def test_backward_time_belongs_to_the_module_that_made_the_operation(monkeypatch
             clock.sleep(2.0)
             return grad
 
-    class SlowBackward(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return Slow.apply(x)
-
-    model = nn.Sequential(nn.Linear(4, 4), SlowBackward(), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), Function(Slow.apply), nn.Linear(4, 4))
 
     rows = _rows(profile_memory(model, torch.randn(2, 4), backward=True, print_table=False))
 
@@ -132,12 +129,9 @@ def test_backward_time_belongs_to_the_module_that_made_the_operation(monkeypatch
 
 
 def test_peaks_are_of_the_call_not_of_what_was_there() -> None:
-    class Temporary(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            torch.zeros(1000)
-            return x * 2
+    temporary = Function(lambda x: x * (1 + torch.zeros(1000).dim()))
 
-    rows = _rows(profile_memory(nn.Sequential(nn.Sigmoid(), Temporary()), torch.randn(100), print_table=False))
+    rows = _rows(profile_memory(nn.Sequential(nn.Sigmoid(), temporary), torch.randn(100), print_table=False))
 
     assert rows["0"].peak_bytes == 400
     assert rows["1"].peak_bytes == 4000
@@ -164,38 +158,14 @@ def test_jagged_tensors_have_shapes_and_a_backward() -> None:
 
 
 def test_uses_during_the_forward_are_not_the_backwards() -> None:
-    class Penalty(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def penalty(x: Tensor) -> Tensor:
+        y = (x @ torch.ones(4, 4)).tanh()
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.sum() + grad.pow(2).sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x).tanh()
-            (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-            return y.sum() + grad.pow(2).sum()
-
-    report = profile_memory(Penalty(), torch.randn(2, 4, requires_grad=True), backward=True, print_table=False)
+    report = profile_memory(Function(penalty), torch.randn(2, 4, requires_grad=True), backward=True, print_table=False)
 
     assert all(record.needed_at_s is None or record.needed_at_s >= 0 for record in report.saved)
-
-
-def test_compiled_functions_inside_a_forward_are_marked() -> None:
-    class Holds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.function = torch.compile(self._function, backend="aot_eager", fullgraph=True)
-
-        def _function(self, x: Tensor) -> Tensor:
-            return self.linear(x).relu()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.function(x)
-
-    report = profile_memory(nn.Sequential(Holds()), torch.randn(2, 4), print_table=False)
-
-    assert report.marked("compiled") == ("0",)
-    assert report.activation_bytes > 0
 
 
 class _Unpacks(nn.Module):

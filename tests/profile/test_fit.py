@@ -13,7 +13,7 @@ from torch import nn
 
 import memkit
 from memkit.plan import find_gpu
-from memkit.profile import Fit, MemoryReport
+from memkit.profile import MemoryReport
 
 MIB = 2**20
 
@@ -244,16 +244,6 @@ def test_run_with_data_is_fitted_by_a_trace_without() -> None:
     assert report.forward_s is not None
     assert report.fit is not None
     assert report.fit.fits_as_it_is
-
-
-def test_fit_goes_with_the_report() -> None:
-    report = step(fit="2GiB", gpu="H100")
-
-    again = MemoryReport.from_json(report.to_json())
-
-    assert again.fit == report.fit
-    assert isinstance(again.fit, Fit)
-    assert again == report
 
 
 @pytest.mark.parametrize(

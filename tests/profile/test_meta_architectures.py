@@ -70,27 +70,18 @@ LABELLED = {"input_ids": _tokens, "labels": _tokens}
 # The class of transformers, its configuration, and the inputs; "use_cache" is off wherever there is such a thing.
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Callable[[], Tensor]]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT, MASKED),
-    "gpt_bigcode": ("GPTBigCodeForCausalLM", GPT, TOKENS),
     "llama": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2}, TOKENS),
-    "llama_masked": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2}, MASKED),
     "llama_eager": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2, "attn_implementation": "eager"}, TOKENS),
-    "mistral": ("MistralForCausalLM", {**SIZES, "num_key_value_heads": 2}, TOKENS),
-    "mixtral": ("MixtralForCausalLM", {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4}, TOKENS),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**EXPERTS, "num_experts": 4}, TOKENS),
     "qwen3_next": ("Qwen3NextForCausalLM", {**EXPERTS, "num_experts": 4, **LINEAR_ATTENTION}, TOKENS),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {**EXPERTS, "n_routed_experts": 4, **LATENT_ATTENTION}, TOKENS),
     "gpt_oss": ("GptOssForCausalLM", {**EXPERTS, "num_local_experts": 4}, TOKENS),
     "gemma2": ("Gemma2ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 8}, TOKENS),
-    "qwen3": ("Qwen3ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 8}, TOKENS),
-    "phi": ("PhiForCausalLM", SIZES, TOKENS),
     "gpt_neox": ("GPTNeoXForCausalLM", SIZES, TOKENS),
-    "falcon": ("FalconForCausalLM", {**SIZES, "multi_query": True}, TOKENS),
     "falcon_alibi": ("FalconForCausalLM", {**SIZES, "multi_query": True, "alibi": True}, TOKENS),
-    "bloom": ("BloomForCausalLM", {"vocab_size": 99, "hidden_size": 32, "n_layer": 2, "n_head": 4}, TOKENS),
     "t5": ("T5ForConditionalGeneration", T5, LABELLED),
     "t5_masked": ("T5ForConditionalGeneration", {**T5, "dropout_rate": 0.0}, {**MASKED, "labels": _tokens}),
     "bert": ("BertForMaskedLM", SIZES, {**MASKED, "labels": _tokens}),
-    "roberta": ("RobertaForMaskedLM", {**SIZES, "max_position_embeddings": 40}, TOKENS),
     "deberta": ("DebertaV2ForMaskedLM", SIZES, TOKENS),
     "whisper": (
         "WhisperForConditionalGeneration",
@@ -104,7 +95,6 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Callable[[], Tensor
     ),
     "mamba": ("MambaForCausalLM", {**SIZES, "state_size": 4}, TOKENS),
     "vit": ("ViTModel", VISION, {"pixel_values": _picture}),
-    "dinov2": ("Dinov2Model", VISION, {"pixel_values": _picture}),
     "beit": ("BeitModel", {**VISION, "use_relative_position_bias": True}, {"pixel_values": _picture}),
 }
 

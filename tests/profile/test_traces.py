@@ -7,6 +7,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,8 @@ def test_leaves_that_are_no_parameters_get_no_gradient() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_random_states_go_on_as_without(device: str | None) -> None:
+    numpy = pytest.importorskip("numpy")
+
     class Random(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -104,34 +107,25 @@ def test_random_states_go_on_as_without(device: str | None) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             torch.rand(1, generator=self.generator)
-            return nn.functional.dropout(x * random.random(), 0.5) + torch.rand(1)
+            return nn.functional.dropout(x * random.random(), 0.5) + torch.rand(1) * float(numpy.random.rand())
 
     model = Random()
-    random.seed(5)
-    torch.manual_seed(5)
-    expected = (random.random(), torch.rand(1), torch.rand(1, generator=model.generator))
-    random.seed(5)
-    torch.manual_seed(5)
-    model.generator.manual_seed(3)
+
+    def seed() -> None:
+        for set_seed in (random.seed, torch.manual_seed, numpy.random.seed):
+            set_seed(5)
+        model.generator.manual_seed(3)
+
+    def drawn() -> tuple[Any, ...]:
+        return random.random(), torch.rand(1), torch.rand(1, generator=model.generator), numpy.random.rand()
+
+    seed()
+    expected = drawn()
+    seed()
 
     profile_memory(model, torch.randn(4, generator=torch.Generator()), device=device, print_table=False)
 
-    assert (random.random(), torch.rand(1), torch.rand(1, generator=model.generator)) == expected
-
-
-def test_numpy_goes_on_as_without() -> None:
-    numpy = pytest.importorskip("numpy")
-
-    class Random(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * float(numpy.random.rand())
-
-    numpy.random.seed(1)
-    expected = numpy.random.rand()
-    numpy.random.seed(1)
-    profile_memory(Random(), torch.randn(4), print_table=False)
-
-    assert numpy.random.rand() == expected
+    assert drawn() == expected
 
 
 def test_passes_see_the_same_model() -> None:
@@ -319,15 +313,6 @@ def test_model_is_let_go(device: str | None) -> None:
         gc.enable()
 
 
-def test_one_shot_hooks_of_the_user_are_not_used_up() -> None:
-    model = nn.Linear(4, 4)
-    handle = model.register_forward_hook(lambda *_: handle.remove())
-
-    profile_memory(model, torch.randn(2, 4), print_table=False)
-
-    assert len(model._forward_hooks) == 1
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["resnet18", "checkpoint_reentrant", "checkpoint_non_reentrant", "functional"])
 def test_nothing_of_the_run_stays_alive(name: str, device: str | None) -> None:
@@ -373,8 +358,9 @@ def test_users_hooks_run_and_stay() -> None:
     model = nn.Linear(4, 4)
     model.register_forward_pre_hook(lambda *_: calls.append("pre"))
     model.register_forward_hook(lambda *_: calls.append("post"))
+    handle = model.register_forward_hook(lambda *_: handle.remove())  # and is not used up
 
     profile_memory(model, torch.randn(2, 4), warmup=0, print_table=False)
 
     assert calls == ["pre", "post"] * 3
-    assert _hooks_of(model) == 2
+    assert _hooks_of(model) == 3
