@@ -89,11 +89,6 @@ def _with_children(
     return found
 
 
-def plain_pass(step: ProfiledStep, tree: ModuleTree) -> None:
-    """Run the step unwatched: libraries start up, the allocator fills its cache, kernels are chosen."""
-    step.run(CallStack(tree, Gauge()))
-
-
 def time_pass(
     step: ProfiledStep, tree: ModuleTree, device: Device, *, num_calls: int
 ) -> tuple[dict[int, float], dict[int, float]]:

@@ -315,15 +315,10 @@ def storages_in(value: Any) -> Iterator[torch.UntypedStorage]:
 class _Save:
     """One version of a storage during the run; becomes a `SavedTensorRecord`."""
 
-    storage: int
-    version: int
-    storage_bytes: int
-    category: SavedCategory
-    module: str
-    dtype: str
+    record: SavedTensorRecord
+    packs: list[int] = field(default_factory=list)
     ordinals: list[int] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
-    packs: list[int] = field(default_factory=list)
     needed_position: int | None = None
 
 
@@ -372,13 +367,8 @@ class SavedStorages:
         if times is not None and times.num_saves != self._num_packs:
             times = None  # that run took another path
         return tuple(
-            SavedTensorRecord(
-                storage=save.storage,
-                version=save.version,
-                storage_bytes=save.storage_bytes,
-                category=save.category,
-                module=save.module,
-                dtype=save.dtype,
+            replace(
+                save.record,
                 save_ordinals=tuple(save.ordinals),
                 shapes=tuple(save.shapes),
                 saved_at_s=None if times is None else times.saved_at_s(save.packs),
@@ -396,14 +386,20 @@ class SavedStorages:
         _, number, first_version = self._seen[key]
         save = self._saves.get((number, version - first_version))
         if save is None:
-            save = self._saves[number, version - first_version] = _Save(
+            record = SavedTensorRecord(
                 storage=number,
                 version=version - first_version,
                 storage_bytes=storage.nbytes(),
                 category=self._category(storage),
                 module=self._stack.row,
                 dtype=dtype_name(tensor.dtype),
+                save_ordinals=(),
+                shapes=(),
+                saved_at_s=None,
+                needed_position=None,
+                needed_at_s=None,
             )
+            save = self._saves[number, record.version] = _Save(record)
         save.packs.append(self._num_packs)
         save.ordinals.append(self._num_saves)
         save.shapes.extend(shapes_of(tensor))

@@ -87,6 +87,15 @@ def test_budget(part: str) -> None:
     assert bench_module("budget_tables").tables(lines).keys() > {"machine"}
 
 
+@pytest.mark.parametrize("model", bench_module("budget_models").OTHERS)
+def test_other_models_of_budgets_run(model: str) -> None:
+    models = bench_module("budget_models")
+
+    workload = models.built(models.OTHERS[model], tiny_setting())
+
+    assert workload.loss(workload.forward()).requires_grad
+
+
 @pytest.mark.parametrize(
     ("part", "num_rows"),
     [
