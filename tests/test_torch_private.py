@@ -139,7 +139,7 @@ def pad_as_on_target() -> None:
 
 
 def move_as_on_target() -> None:
-    with run.MixedDevices("cpu"):
+    with run.TargetOps("cpu"):
         torch.ones(1).to("meta")
 
 

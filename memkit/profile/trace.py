@@ -138,12 +138,9 @@ class _Tracer(StorageLog):
         """For each value of the recording in a storage made here: the storage's place in the log, and the op that made it."""
         self.overwritten_at: dict[int, int] = {}
         """For each overwritten value, the op that wrote over it."""
-        self.saves: list[int] = []
-        self.save_nodes: list[int] = []
-        self.save_places: list[int] = []
-        self.uses: list[int] = []
-        self.use_nodes: list[int] = []
-        self.use_places: list[int] = []
+        self.saves: list[tuple[int, int, int]] = []
+        self.uses: list[tuple[int, int, int]] = []
+        """For each save and each use, its value, its autograd node, and how many ops had run."""
 
     @property
     def now(self) -> int:
@@ -161,7 +158,8 @@ class _Tracer(StorageLog):
     def end_forward(self) -> None:
         self._recorded.close()
         self.forward_ends = self.ends()
-        self.forward_step = step_of(self.recording, self.saves, self.save_nodes)
+        values, nodes, _ = _columns(self.saves)
+        self.forward_step = step_of(self.recording, values, nodes)
         self.num_forward_ops, self._is_forward = self.now, False
         self.recording.close()
 
@@ -222,9 +220,7 @@ class _Tracer(StorageLog):
             value = recording.add_root(tensor, storage, is_inside=True)
             self._note_value(value, storage)
         node = torch_private.node_number()
-        self.saves.append(value)
-        self.save_nodes.append(node)
-        self.save_places.append(self.now)
+        self.saves.append((value, node, self.now))
         recording.saved.append(value)
         recording.saved_at.append((len(recording.calls), len(recording.funcs)))
         # None: written to without the recorder seeing it
@@ -241,11 +237,12 @@ class _Tracer(StorageLog):
                 f"a trace needs one forward and then one backward; found a forward that {found}. Profile with trace=False"
             )
         if packed.traced is not None and torch_private.backward_task() != -1:
-            value, node = packed.traced
-            self.uses.append(value)
-            self.use_nodes.append(node)
-            self.use_places.append(self.now)
+            self.uses.append((*packed.traced, self.now))
         return saves.unpack(packed)
+
+
+def _columns(rows: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+    return [[row[column] for row in rows] for column in range(3)]
 
 
 class _Spans(PeakGauge):
@@ -277,7 +274,8 @@ def trace_step(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int
     with preserved(step.modules(), META, contents=False):
         _, alone = simulated_pass(replace(step, backward=False), tree, target, _Tracer)
     assert traced.forward_step is not None
-    planned = replace(traced.forward_step, uses=tuple(traced.uses), use_ends=ends_of(traced.use_nodes))
+    uses, use_nodes, use_places = _columns(traced.uses)
+    planned = replace(traced.forward_step, uses=tuple(uses), use_ends=ends_of(use_nodes))
     if [work.name for work in traced.works[: traced.num_forward_ops]] != [work.name for work in alone.works]:
         raise ProfileError(
             "a trace needs a step that does the same each time; found a forward that has run other ops when it ran again. Take "
@@ -295,8 +293,8 @@ def trace_step(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int
         num_forward_ops=traced.num_forward_ops,
         step=planned,
         op_places=tuple(traced.op_places),
-        save_places=tuple(traced.save_places),
-        use_places=tuple(traced.use_places),
+        save_places=tuple(place for _, _, place in traced.saves),
+        use_places=tuple(use_places),
         lifetimes=lifetimes,
         live_bytes=tuple(traced.live_bytes),
         base_bytes=traced.base_bytes,
