@@ -179,70 +179,42 @@ def test_context_needs_nothing_that_is_not_its_own(feature: Feature, take_away: 
     OPENERS[feature]()
 
 
-_IN_PROCESSES = """
-import json, os, sys, traceback
+_WITHOUT = """
+import json, sys
 import torch
 from memkit.core import torch_private
-
-LOOK_UP, NAMES = torch_private.look_up, torch_private.NAMES
-
-def child(missing, act):
-    # Runs in a process of its own, in which torch was imported, and nothing of memkit beside the table.
-    read, write = os.pipe()
-    if (number := os.fork()) == 0:
-        symbols = {text for name in missing for text in (NAMES[name].symbol, NAMES[name].sample) if text}
-        def look_up(symbol):
-            if symbol in symbols:
-                raise AttributeError(symbol)
-            return LOOK_UP(symbol)
-        torch_private.look_up = look_up
-        try:
-            answer = act()
-        except BaseException as error:
-            answer = [type(error).__name__, getattr(error, "symbol", traceback.format_exc())]
-        os.write(write, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as answers:
-        answer = json.loads(answers.read())
-    os.waitpid(number, 0)
-    return answer
-
-def import_all():
-    import memkit
-    return [getattr(memkit, name).__name__ for name in memkit.__all__]
-
-def profile():
-    import memkit
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+look_up, missing = torch_private.look_up, set(json.loads(sys.argv[1]))
+symbols = {text for name in missing for text in (torch_private.NAMES[name].symbol, torch_private.NAMES[name].sample) if text}
+def refuse(symbol):
+    if symbol in symbols:
+        raise AttributeError(symbol)
+    return look_up(symbol)
+torch_private.look_up = refuse
+import memkit
+print([getattr(memkit, name).__name__ for name in memkit.__all__])
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+try:
     report = memkit.profile_memory(model, torch.ones(2, 3, 8, 8), device="meta", print_table=False)
-    others = [name for name in sys.modules if not name.startswith("memkit")]
-    return [report.activation_bytes, sorted(set(NAMES) & set(vars(torch_private))), others]
-
-plain = child([], profile)
-used = plain[1]
-for name in plain[2]:  # once for all that follow
-    __import__(name)
-print(json.dumps({
-    "imported": child(NAMES, import_all),
-    "plain": plain[0],
-    "without all others": child(set(NAMES) - set(used), profile)[0],
-    "used": {name: child([name], profile)[:2] for name in used if name in sys.argv},
-}))
+except memkit.errors.MissingTorchNameError as error:
+    print(json.dumps([error.symbol, []]))
+else:
+    print(json.dumps([report.activation_bytes, sorted(set(torch_private.NAMES) & set(vars(torch_private)))]))
 """
+"""What a process finds in which names of torch are missing from the start: it imports all of memkit, and profiles a model."""
+
+
+def _without(missing: set[str]) -> Any:
+    command = [sys.executable, "-c", _WITHOUT, json.dumps(sorted(missing))]
+    return json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()[-1])
 
 
 def test_import_and_profile_without_data_survive() -> None:
-    untold = [name for name, private in NAMES.items() if not {Feature.PROFILE, Feature.META} & {*private.features}]
-    command = [sys.executable, "-c", _IN_PROCESSES, "DispatchMode", *untold]
-    found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    plain, used = _without(set())
+    untold = {name for name, private in NAMES.items() if not {Feature.PROFILE, Feature.META} & {*private.features}}
 
-    assert len(found["imported"]) == len(memkit.__all__)  # with no name of all left
-    assert found["without all others"] == found["plain"] > 0
-    for name, answer in found["used"].items():
-        expected = ["MissingTorchNameError", NAMES[name].symbol] if name == "DispatchMode" else [found["plain"]]
-        assert answer[: len(expected)] == expected, name
-    assert {"DispatchMode", "set_code_strategy"} <= found["used"].keys()  # others are taken away in this process
+    assert _without(set(NAMES)) == [NAMES["DispatchMode"].symbol, []]  # the first that it asks for
+    assert _without(set(NAMES) - set(used) | untold)[0] == plain > 0
+    assert {"DispatchMode", "set_code_strategy"} <= {*used}  # others are taken away in this process
 
 
 def test_error_says_need_found_and_what_to_do(take_away: Callable[[str], None]) -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from memkit import profile_memory
 from memkit.profile import MemoryReport, ModuleRecord, SavedCategory
 from tests.models import CASES, NAMES, Tied
-from tests.profile.cases import Function
+from tests.profile.cases import Function, Holding
 
 
 def _profile(model: nn.Module, *args: Tensor, **options: object) -> MemoryReport:
@@ -106,15 +106,11 @@ def test_saves_of_one_function(call: Callable[[Tensor], Tensor], saves: list[obj
 
 
 def test_parameters_and_buffers_do_not_count() -> None:
-    class Scale(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 6)
-            self.register_buffer("scale", torch.randn(6))
+    buffer = nn.Buffer(torch.randn(6))
+    # F.linear saves weight.t(), which is no Parameter
+    model = Holding(lambda self, x: self.linear(x) * self.scale, linear=nn.Linear(4, 6), scale=buffer)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.scale  # F.linear saves weight.t(), which is no Parameter
-
-    report = _profile(Scale(), torch.randn(2, 4, requires_grad=True))
+    report = _profile(model, torch.randn(2, 4, requires_grad=True))
 
     assert report.activation_bytes == 2 * 4 * 4  # the input alone
     assert report.buffer_bytes == 6 * 4
@@ -139,28 +135,12 @@ def test_shared_module_is_listed_under_its_first_name() -> None:
 
 
 def test_storage_belongs_to_the_innermost_module_at_its_first_save() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sigmoid()  # saves its output
+    outer = Holding(lambda self, x: self.inner(x).sin(), inner=nn.Sigmoid())  # which saves its output, and sin its input
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x).sin()  # saves the same storage again
-
-    report = _profile(Outer(), torch.randn(10, requires_grad=True))
+    report = _profile(outer, torch.randn(10, requires_grad=True))
 
     assert _row(report, "inner").self_bytes == 40
     assert (_row(report, "(model)").self_bytes, _row(report, "(model)").activation_bytes) == (0, 40)
-
-
-class _WithLabels(nn.Module):
-    def __init__(self, loss_fn: nn.Module, labels: Tensor) -> None:
-        super().__init__()
-        self.loss_fn = loss_fn
-        self.labels = labels
-
-    def forward(self, output: Tensor) -> Tensor:
-        return self.loss_fn(output, self.labels)
 
 
 def test_loss_belongs_outside_of_the_modules_and_its_own_buffers_do_not_count() -> None:
@@ -169,7 +149,7 @@ def test_loss_belongs_outside_of_the_modules_and_its_own_buffers_do_not_count() 
 
     report = _profile(model, x, loss_fn=lambda output: functional.cross_entropy(output, labels))
     weighted = _profile(model, x, loss_fn=lambda output: loss_fn(output, labels))
-    known = _profile(model, x, loss_fn=_WithLabels(loss_fn, labels))
+    known = _profile(model, x, loss_fn=Holding(lambda self, y: self.loss(y, self.labels), loss=loss_fn, labels=labels))
 
     # log-probabilities, labels and the total weight
     assert report.modules[-1].self_bytes == 2 * 3 * 4 + 2 * 8 + 4
@@ -242,14 +222,10 @@ def test_uses_of_a_frozen_branch_are_none() -> None:
     assert [record.needed_position is None for record in report.saved] == [True, False]
 
 
-class _Holds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.function = torch.compile(lambda x: self.linear(x).relu(), backend="aot_eager")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+def _holding_a_compiled_function() -> nn.Module:
+    linear = nn.Linear(4, 4)
+    function = torch.compile(lambda x: linear(x).relu(), backend="aot_eager")
+    return nn.Sequential(Holding(lambda self, x: self.function(x), linear=linear, function=function))
 
 
 def _compiled_in_place() -> nn.Module:
@@ -263,7 +239,7 @@ def _compiled_in_place() -> nn.Module:
     [
         lambda: nn.Sequential(torch.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="aot_eager"), nn.Linear(4, 4)),
         _compiled_in_place,
-        lambda: nn.Sequential(_Holds()),
+        _holding_a_compiled_function,
     ],
 )
 def test_compiled_module_is_one_row(make: Callable[[], nn.Module]) -> None:

@@ -45,9 +45,6 @@ def _changed(report: MemoryReport, **changes: object) -> str:
     ("text", "message"),
     [
         ("", "is not a memkit report: it is not JSON"),
-        ("[1, 2]", 'it has no "schema": "memkit.MemoryReport"'),
-        ('{"schema": "other"}', 'it has no "schema": "memkit.MemoryReport"'),
-        ('{"schema": "memkit.MemoryReport"}', '"schema_version" must be a whole number from 1 on; found None'),
         ('{"schema": "memkit.MemoryReport", "schema_version": 3}', "has schema version 3; this memkit reads versions up to 2"),
         ('{"schema": "memkit.MemoryReport", "schema_version": 1}', "is not a whole memkit report: KeyError: 'tag'"),
     ],

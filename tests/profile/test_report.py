@@ -37,6 +37,14 @@ def resnet50() -> MemoryReport:
 
 
 @pytest.fixture(scope="module")
+def resnet() -> MemoryReport:
+    """The same with an optimizer."""
+    with torch.device("meta"):
+        model, images = torchvision.models.resnet50(), torch.empty(256, 3, 224, 224)
+    return _meta(model, images, optimizer="adamw")
+
+
+@pytest.fixture(scope="module")
 def small() -> MemoryReport:
     case = CASES["checkpoint_non_reentrant"]
     with torch.autocast("cpu", torch.bfloat16):
@@ -122,13 +130,6 @@ def test_notebooks_show_a_table(resnet50: MemoryReport) -> None:
 def test_what_was_removed_says_what_to_use(resnet50: MemoryReport) -> None:
     with pytest.raises(AttributeError, match=r"MemoryReport\.to_csv was removed in 0\.2; use to_json"):
         resnet50.to_csv()
-
-
-@pytest.fixture(scope="module")
-def resnet() -> MemoryReport:
-    with torch.device("meta"):
-        model, images = torchvision.models.resnet50(), torch.empty(256, 3, 224, 224)
-    return memkit.profile_memory(model, images, optimizer="adamw", print_table=False)
 
 
 @pytest.fixture(scope="module")

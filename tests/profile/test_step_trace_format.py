@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -61,36 +63,25 @@ def test_trace_needs_a_backward() -> None:
 
 
 def test_forward_that_changes_is_refused() -> None:
-    class Changing(nn.Module):
-        num_calls = 0
+    calls = itertools.count(1)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            type(self).num_calls += 1
-            for _ in range(self.num_calls):
-                x = self.linear(x)
-            return x
+    def change(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(next(calls)):
+            x = x @ w
+        return x
 
     with pytest.raises(ProfileError, match="a trace needs a step that does the same each time"):
-        profile(Changing(), torch.randn(4, 8))
+        profile(Weighted(change), torch.randn(4, 32))
 
 
 def test_random_numbers_of_python_are_the_same_in_both_runs() -> None:
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+    def drop(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(8):
+            if random.random() < 0.5:
+                x = x @ w
+        return x @ w
 
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                if random.random() < 0.5:
-                    x = layer(x)
-            return self.layers[0](x)
-
-    assert trace(Dropping(), torch.randn(4, 8)).step.saves
+    assert trace(Weighted(drop), torch.randn(4, 32)).step.saves
 
 
 def test_backward_in_the_forward_is_refused() -> None:
@@ -104,24 +95,17 @@ def test_backward_in_the_forward_is_refused() -> None:
 
 
 def test_forward_that_fails_leaves_nothing_on() -> None:
-    class Failing(nn.Module):
-        num_calls, fails_at = 0, 0
+    for fails_at in (1, 2):  # the whole step, then the forward alone
+        calls = itertools.count(1)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            type(self).num_calls += 1
-            if self.num_calls == self.fails_at:
+        def fail(x: Tensor, w: Tensor, calls: Iterator[int] = calls, fails_at: int = fails_at) -> Tensor:
+            if next(calls) == fails_at:
                 raise RuntimeError("no more")
-            return self.linear(x)
+            return x @ w
 
-    for Failing.fails_at in (1, 2):  # the whole step, then the forward alone
-        Failing.num_calls, model = 0, Failing()
-
+        model = Weighted(fail)
         with pytest.raises(RuntimeError, match="no more"):
-            profile(model, torch.randn(4, 8))
+            profile(model, torch.randn(4, 32))
 
         assert torch_private.num_dispatch_modes() == 0
         assert not model._forward_hooks

@@ -257,7 +257,7 @@ Fix = Callable[..., Outputs]
 
 
 def run_as_on(target: str, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Outputs]) -> Outputs:
-    """Run an op by `run(kernel, args, kwargs)`, unless a target refuses it, and give its outputs the memory format and the dtypes
+    """Run an op by `run(kernel, args, kwargs)`, unless a target refuses it, and give its outputs the memory format and dtypes
     that they have there. Statistics of normalizations that the target does not keep become empty."""
     check_dtypes(op, args, target)
     place = _CLASSES_AT.get(op)
