@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -170,13 +171,13 @@ def _check_model(options: argparse.Namespace) -> None:
 def _add_dtypes(parser: argparse.ArgumentParser, *, of_autocast: str) -> None:
     parser.add_argument(
         "--dtype",
-        type=arguments.float_dtype,
+        type=partial(arguments.dtype, names=("float32", "float64", "float16", "bfloat16")),
         metavar="DTYPE",
         help="cast the model to this dtype (bf16, fp16, fp64, ...), and inputs that name none",
     )
     parser.add_argument(
         "--autocast",
-        type=arguments.half_dtype,
+        type=partial(arguments.dtype, names=("float16", "bfloat16")),
         metavar="DTYPE",
         help=f"run under torch.autocast with this dtype (bf16, fp16); {of_autocast}",
     )
@@ -206,7 +207,7 @@ def _add_plan(commands: Any) -> None:  # argparse's subparsers, whose class is p
     )
     budgets.add_argument(
         "--steps",
-        type=arguments.positive,
+        type=partial(arguments.whole, least=1),
         metavar="N",
         help="so many budgets, from the plain peak (or the GPU's memory) down to the least; default: 8",
     )
@@ -217,7 +218,7 @@ def _add_plan(commands: Any) -> None:  # argparse's subparsers, whose class is p
     )
     parser.add_argument(
         "--ranks",
-        type=arguments.positive,
+        type=partial(arguments.whole, least=1),
         metavar="N",
         help="plan for one of N GPUs between which memkit.shard splits the model; --input is what each of them is given",
     )
@@ -271,9 +272,10 @@ class _RefusedCsv(argparse.Action):
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--depth", type=arguments.count, metavar="N", help="fold modules below this depth (the model is at 0)")
+    number = partial(arguments.whole, least=0)
+    parser.add_argument("--depth", type=number, metavar="N", help="fold modules below this depth (the model is at 0)")
     parser.add_argument("--sort", choices=_SORT_KEYS, help="order of the rows; default: the order of the model")
-    parser.add_argument("--top", type=arguments.count, metavar="N", help="show only the first N rows")
+    parser.add_argument("--top", type=number, metavar="N", help="show only the first N rows")
     parser.add_argument("--full", action="store_true", help="show all columns, and identical siblings one by one")
 
 

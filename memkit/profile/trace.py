@@ -191,7 +191,7 @@ class _Tracer(StorageLog):
         if before is not None:
             self.overwritten_at[before] = self.now
         self._value_in[place] = value
-        self.values[value] = (place, self.begin_of(place) if before is None else self.now)
+        self.values[value] = (place, self._entries[place].begin if before is None else self.now)
 
     def pack(self, saves: SavedStorages, tensor: Tensor) -> Any:
         if self._min_bytes is None:

@@ -95,9 +95,6 @@ class StorageLog(MemoryCounter):
         _, entry = self._live.get(storage_key(storage), (None, None))
         return None if entry is None or entry.place < self._num_before else entry.place
 
-    def begin_of(self, place: int) -> int:
-        return self._entries[place].begin
-
     def ends(self) -> dict[int, int]:
         """Return for each freed storage, by its place, how many ops had run by then."""
         ends = {entry.place: entry.end for entry in self._entries}  # the last one of equal places counts
@@ -427,7 +424,7 @@ class Watch(Mode):
         self.gauge = gauge
         self.stack = CallStack(tree, gauge)
         self.signatures = Signatures()
-        resident = step.resident_storages()
+        resident = ModelStorages(unique_storages(step.resident_tensors()), step.sharded.gathered)  # with gathered parameters
         self._casts = ParamCasts(resident)
         self.saves = SavedStorages(resident=resident, inputs=step.input_tensors(), casts=self._casts, stack=self.stack)
         if log is not None:
