@@ -16,7 +16,7 @@ import torch
 import torchvision
 
 from memkit import __version__, profile_memory
-from memkit.cli import arguments, commands, main, progress, specs
+from memkit.cli import arguments, main, progress, specs
 from memkit.profile import MemoryReport
 from memkit.profile.simulate import TARGETS
 from memkit.profile.table import SORT_KEYS
@@ -220,7 +220,7 @@ def test_failures_of_the_model_are_one_line_and_status_one(
 def test_output_is_checked_before_therun_command(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "profile_memory", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr(specs, "profile_memory", lambda *_, **__: pytest.fail("it ran"))
 
     status, _, err = run_command(capsys, *RESNET, "--json", str(tmp_path))
 
@@ -249,7 +249,7 @@ def test_interrupt_ends_quietly(capsys: pytest.CaptureFixture[str], monkeypatch:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "profile_memory", interrupt)
+    monkeypatch.setattr(specs, "profile_memory", interrupt)
 
     assert run_command(capsys, *RESNET) == (130, "", "memkit: error: interrupted\n")
 
