@@ -70,8 +70,11 @@ LABELLED = {"input_ids": _tokens, "labels": _tokens}
 # The class of transformers, its configuration, and the inputs; "use_cache" is off wherever there is such a thing.
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Callable[[], Tensor]]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT, MASKED),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", GPT, TOKENS),
     "llama": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2}, TOKENS),
+    "llama_masked": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2}, MASKED),
     "llama_eager": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2, "attn_implementation": "eager"}, TOKENS),
+    "mixtral": ("MixtralForCausalLM", {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4}, TOKENS),
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**EXPERTS, "num_experts": 4}, TOKENS),
     "qwen3_next": ("Qwen3NextForCausalLM", {**EXPERTS, "num_experts": 4, **LINEAR_ATTENTION}, TOKENS),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {**EXPERTS, "n_routed_experts": 4, **LATENT_ATTENTION}, TOKENS),
@@ -79,6 +82,7 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Callable[[], Tensor
     "gemma2": ("Gemma2ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 8}, TOKENS),
     "gpt_neox": ("GPTNeoXForCausalLM", SIZES, TOKENS),
     "falcon_alibi": ("FalconForCausalLM", {**SIZES, "multi_query": True, "alibi": True}, TOKENS),
+    "bloom": ("BloomForCausalLM", {"vocab_size": 99, "hidden_size": 32, "n_layer": 2, "n_head": 4}, TOKENS),
     "t5": ("T5ForConditionalGeneration", T5, LABELLED),
     "t5_masked": ("T5ForConditionalGeneration", {**T5, "dropout_rate": 0.0}, {**MASKED, "labels": _tokens}),
     "bert": ("BertForMaskedLM", SIZES, {**MASKED, "labels": _tokens}),
