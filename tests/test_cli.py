@@ -377,11 +377,7 @@ def test_interrupt_is_one_line_at_any_time(when: str, tmp_path: Path) -> None:
     assert [line for line in err.splitlines() if line and not line.endswith(" ...")] == ["memkit: error: interrupted"]
 
 
-def test_choices_are_those_of_the_profile() -> None:
+def test_choices_are_those_of_the_profile_and_of_torch() -> None:
     assert tuple(SORT_KEYS) == main._SORT_KEYS
     assert main._TARGETS == TARGETS
-
-
-@pytest.mark.parametrize("name", sorted(set(arguments.DTYPES.values())))
-def test_dtypes_are_torchs(name: str) -> None:
-    assert isinstance(getattr(torch, name), torch.dtype)
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in arguments.DTYPES.values())
