@@ -59,26 +59,19 @@ __all__ = [
 
 _ROOMS = ("activations", "device", "distributed", "errors", "integrations", "plan", "profile", "states", "weights")
 _HOMES = {
-    "CPUOffload": "memkit.activations",
-    "Disk": "memkit.transfer",
-    "GradScaler": "memkit.weights",
-    "LayerOffload": "memkit.weights",
-    "MemoryBudget": "memkit.activations",
-    "Rematerialize": "memkit.activations",
-    "StateOffload": "memkit.states",
-    "attach": "memkit.activations",
-    "detach": "memkit.core.features",
-    "keep": "memkit.activations",
-    "live_values": "memkit.live",
-    "no_offload": "memkit.activations",
-    "offload": "memkit.activations",
-    "plan_memory": "memkit.plan",
-    "profile_memory": "memkit.profile",
-    "recompute": "memkit.activations",
-    "reset": "memkit.activations",
-    "schedules": "memkit.plan",
-    "shard": "memkit.distributed",
-    "stats": "memkit.activations",
+    name: f"memkit.{home}"
+    for home, names in {
+        "activations": "CPUOffload MemoryBudget Rematerialize attach keep no_offload offload recompute reset stats",
+        "core.features": "detach",
+        "distributed": "shard",
+        "live": "live_values",
+        "plan": "plan_memory schedules",
+        "profile": "profile_memory",
+        "states": "StateOffload",
+        "transfer": "Disk",
+        "weights": "GradScaler LayerOffload",
+    }.items()
+    for name in names.split()
 }
 
 

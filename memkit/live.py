@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from memkit.activations.stats import SavedTensorStats, stats
@@ -65,6 +65,7 @@ _OF_STATES = {
 _OF_DISK = {"disk": "disk_bytes", "read": "disk_read_bytes", "written": "disk_written_bytes"}
 """Names of values, and their fields."""
 
+_OF_KINDS = {LayerStats: ("memkit/layers", {**_OF_LAYERS, "waited": "stall_s"}), StateStats: ("memkit/states", _OF_STATES)}
 _OF_DEVICE = ("peak", "predicted_peak")
 """Values that count everything on the device: of several `LayerOffload` objects the highest is shown, of others the sum."""
 
@@ -111,15 +112,16 @@ def live_values(*sources: str | Feature) -> dict[str, float]:
 
 
 def values_of(figures: Iterable[SavedTensorStats | LayerStats | StateStats]) -> dict[str, float]:
-    values, layers, states = dict[str, float](), list[LayerStats](), list[StateStats]()
-    for found in figures:
-        if isinstance(found, LayerStats):
-            layers.append(found)
-        elif isinstance(found, StateStats):
-            states.append(found)
-        else:
-            values |= _of_tag(found)
-    return {**values, **_of_layers(layers), **_of_states(states)}
+    values, given = dict[str, float](), list(figures)
+    for found in given:
+        if isinstance(found, SavedTensorStats):
+            names = {name: field for context in found.contexts for name, field in _OF_CONTEXTS[context].items()}
+            values |= _named(f"memkit/{found.tag}", names, [found])
+    for kind, (prefix, names) in _OF_KINDS.items():
+        same = [found for found in given if isinstance(found, kind)]
+        more = _OF_DISK if any(isinstance(found, StateStats) and found.disk_bytes for found in same) else {}
+        values |= _named(prefix, {**names, **more}, same)
+    return values
 
 
 def _figures_of(source: str | Feature) -> Any:
@@ -131,35 +133,12 @@ def _figures_of(source: str | Feature) -> Any:
     return figures
 
 
-def _of_tag(figures: SavedTensorStats) -> dict[str, float]:
-    names = {name: field for context in figures.contexts for name, field in _OF_CONTEXTS[context].items()}
-    return _named(f"memkit/{figures.tag}", {name: (field, getattr(figures, field)) for name, field in names.items()})
-
-
-def _of_layers(figures: list[LayerStats]) -> dict[str, float]:
-    found: dict[str, tuple[str, float | None]] = {}
-    for name, field in _OF_LAYERS.items():
-        known = [value for value in (getattr(of_one, field) for of_one in figures) if value is not None]
-        of_all = max if name in _OF_DEVICE else sum
-        found[name] = field, of_all(known) if known else None
-    if figures:
-        found["waited"] = "stall_s", sum(sum(of_one.stall_s.values()) for of_one in figures)
-    return _named("memkit/layers", found)
-
-
-def _of_states(figures: list[StateStats]) -> dict[str, float]:
-    if not figures:
-        return {}
-    names = {**_OF_STATES, **(_OF_DISK if any(of_one.disk_bytes for of_one in figures) else {})}
-    found = {name: (field, sum(getattr(of_one, field) for of_one in figures)) for name, field in names.items()}
-    return _named("memkit/states", found)
-
-
-def _named(prefix: str, fields: dict[str, tuple[str, float | None]]) -> dict[str, float]:
+def _named(prefix: str, names: dict[str, str], figures: Sequence[Any]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for name, (field, value) in fields.items():
-        if value is None:
-            continue
-        unit, factor = next((told for end, told in _UNITS.items() if field.endswith(end)), ("", 1.0))
-        found[f"{prefix}/{name}{unit}"] = factor * value
+    for name, field in names.items():
+        each = [getattr(of_one, field) for of_one in figures]
+        known = [sum(value.values()) if isinstance(value, dict) else value for value in each if value is not None]
+        if known:
+            unit, factor = next((told for end, told in _UNITS.items() if field.endswith(end)), ("", 1.0))
+            found[f"{prefix}/{name}{unit}"] = factor * (max(known) if name in _OF_DEVICE else sum(known))
     return found

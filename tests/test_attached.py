@@ -56,16 +56,6 @@ def test_takes_an_offload_off_whose_handle_is_lost() -> None:
     assert _num_hooks(model) == 0
 
 
-def test_takes_off_what_modules_inside_have() -> None:
-    model = _mlp()
-    handles = [_attach(model[0]), _attach(model[3])]
-    memkit.detach(model)
-
-    assert _num_hooks(model) == 0
-    for handle in handles:
-        handle.remove()  # does nothing
-
-
 def test_where_nothing_is_attached_it_says_so() -> None:
     model, removed = _mlp(), _mlp()
     _attach(model)
@@ -133,10 +123,13 @@ def test_layer_offload_over_streamed_weights_says_to_detach() -> None:
 def test_detaches_what_streams_inside_and_what_is_attached_around() -> None:
     model = nn.ModuleDict({"body": _mlp().requires_grad_(False), "head": nn.Linear(8, 8)})
     memkit.LayerOffload(model["body"], offload_ratio=1.0, device=DEVICE)
-    _attach(model["head"])
+    handles = [_attach(model["head"]), _attach(model["body"][3], "inside")]
     memkit.detach(model)
 
     assert _num_hooks(model) == 0
+    for handle in handles:
+        handle.remove()  # does nothing
+    memkit.reset("inside")
 
 
 def test_is_refused_within_a_forward() -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 
-from memkit import __version__
-from memkit.cli import arguments, commands, main, progress, specs
+from memkit import __version__, profile_memory
+from memkit.cli import arguments, main, progress, specs
 from memkit.profile import MemoryReport
 from memkit.profile.simulate import TARGETS
 from memkit.profile.table import SORT_KEYS
@@ -103,6 +104,36 @@ def test_target_and_view_are_passed_on(capsys: pytest.CaptureFixture[str]) -> No
     assert len(out.partition("\n\nmodel inputs")[0].splitlines()) == 5
 
 
+SQUEEZENET = ["profile", "torchvision:squeezenet1_1", "--input", "2x3x32x32"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_dtype_casts_the_model_and_inputs_without_a_dtype(capsys: pytest.CaptureFixture[str], dtype: str) -> None:
+    def report_on(*device: str) -> MemoryReport:
+        return MemoryReport.from_json(run_command(capsys, *SQUEEZENET, "--dtype", dtype, *device, "--json", "-")[1])
+
+    meta, real = report_on("--device", "meta", "--target", "cpu"), report_on("--device", "cpu")
+
+    assert {record.dtype for record in meta.saved if record.category == "input"} == {dtype}
+    num_params = sum(parameter.numel() for parameter in torchvision.models.squeezenet1_1().parameters())
+    assert meta.param_bytes == real.param_bytes == num_params * getattr(torch, dtype).itemsize
+    assert meta.activation_bytes == real.activation_bytes
+
+
+@pytest.mark.parametrize("device", [["cpu"], ["meta", "--target", "cpu"], ["meta", "--target", "cuda"]], ids=str)
+def test_autocast_runs_as_the_targets_does(capsys: pytest.CaptureFixture[str], device: list[str]) -> None:
+    model, x = torchvision.models.squeezenet1_1(), torch.empty(2, 3, 32, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = profile_memory(model, x, target=device[-1], device="meta", print_table=False)
+
+    out = run_command(capsys, *SQUEEZENET, "--autocast", "bf16", "--device", *device, "--json", "-")[1]
+
+    found = MemoryReport.from_json(out)
+    assert found.run.autocast == "bfloat16"
+    assert found.param_cast_bytes == expected.param_cast_bytes > 0
+    assert found.activation_bytes == expected.activation_bytes
+
+
 def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     json_path = tmp_path / "report.json"
 
@@ -142,6 +173,8 @@ def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["profile", "torch.nn:ReLU", "--input", "2", "--json", "/no/such/folder/x.json"], "No such file or directory"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--csv", "/tmp/x"], "argument --csv: it was removed in 0.2; use --json"),
         (["profile", "torch.nn:ReLU", "--input", "2", "--device", "cpu", "--target", "cpu"], "--target is for --device meta"),
+        (["profile", "torch.nn:ReLU", "--input", "2", "--dtype", "int8"], "--dtype: needs one of float32, fp32, f32, float, "),
+        (["profile", "torch.nn:ReLU", "--input", "2", "--autocast", "fp32"], "half, bfloat16, bf16; found 'fp32'"),
         (["show", "/no/such/file.json"], "No such file or directory: '/no/such/file.json'"),
         (["show", __file__], "is not a memkit report"),
         (["bench"], "required: BENCH"),
@@ -187,7 +220,7 @@ def test_failures_of_the_model_are_one_line_and_status_one(
 def test_output_is_checked_before_therun_command(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands, "profile_memory", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr(specs, "profile_memory", lambda *_, **__: pytest.fail("it ran"))
 
     status, _, err = run_command(capsys, *RESNET, "--json", str(tmp_path))
 
@@ -216,7 +249,7 @@ def test_interrupt_ends_quietly(capsys: pytest.CaptureFixture[str], monkeypatch:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "profile_memory", interrupt)
+    monkeypatch.setattr(specs, "profile_memory", interrupt)
 
     assert run_command(capsys, *RESNET) == (130, "", "memkit: error: interrupted\n")
 
@@ -344,11 +377,7 @@ def test_interrupt_is_one_line_at_any_time(when: str, tmp_path: Path) -> None:
     assert [line for line in err.splitlines() if line and not line.endswith(" ...")] == ["memkit: error: interrupted"]
 
 
-def test_choices_are_those_of_the_profile() -> None:
+def test_choices_are_those_of_the_profile_and_of_torch() -> None:
     assert tuple(SORT_KEYS) == main._SORT_KEYS
     assert main._TARGETS == TARGETS
-
-
-@pytest.mark.parametrize("name", sorted(set(arguments.DTYPES.values())))
-def test_dtypes_are_torchs(name: str) -> None:
-    assert isinstance(getattr(torch, name), torch.dtype)
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in arguments.DTYPES.values())

@@ -15,13 +15,6 @@ from memkit.transfer.lanes import lanes_of
 from tests.interrupts import count_lines, hooks_around, interrupt, interrupts
 
 
-class Dies:
-    """Has a finalizer that runs lines of memkit."""
-
-    def __del__(self) -> None:
-        KeptHandle(torch.ones(1))
-
-
 def test_step_is_stopped_ahead_of_each_of_its_lines() -> None:
     KeptHandle(torch.ones(1))  # the first looks up private names of torch
     seen: list[str] = []
@@ -36,29 +29,6 @@ def test_step_is_stopped_ahead_of_each_of_its_lines() -> None:
     assert len(places) == count_lines(step) > 1
     assert all("kept.py" in place and "in __init__" in place for place in places)
     assert seen == ["begins", "ends", *["begins"] * len(places), "begins", "ends"]
-
-
-def test_lines_can_be_those_of_one_function() -> None:
-    handle = KeptHandle(torch.ones(1))
-
-    places = list(interrupts(handle.unpack, 100, within="unpack"))
-
-    assert places
-    assert all("in unpack" in place for place in places)
-    with pytest.raises(AssertionError, match="runs no line of memkit in elsewhere"):
-        next(interrupts(handle.unpack, 100, within="elsewhere"))
-
-
-def test_interrupt_in_a_finalizer_is_reported_by_python_and_the_step_goes_on() -> None:
-    has_ended = []
-
-    def step() -> None:
-        dying = Dies()
-        del dying
-        has_ended.append(True)
-
-    assert interrupt(step, 0) is not None
-    assert has_ended == [True]
 
 
 def test_interrupt_that_is_kept_from_the_user_is_a_failure() -> None:

@@ -266,17 +266,3 @@ def test_a_step_that_no_card_of_the_kind_has_room_for(capsys: pytest.CaptureFixt
     arguments = [*PLAN[:3], "9000000x256", *PLAN[4:5], "RTX 3060"]
 
     assert_fails(capsys, arguments, "at the least; the RTX 3060 has 11.60 GiB. Make the batch smaller, or name another GPU")
-
-
-@pytest.mark.slow
-def test_resnet50_takes_about_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    """On an H200: 21347 MiB, 115.5 ms; with all blocks checkpointed 1.292 of that at 9043 MiB."""
-    out = run_command(
-        capsys, "plan", "torchvision:resnet50", "--input", "256x3x224x224", "--gpu", "H200", "--budget", "1.0,0.5,8.9GiB"
-    )[1]
-
-    rows = rows_of(out)
-    assert float(rows[0][1]) == pytest.approx(21347 / 1024, rel=0.01)
-    assert float(rows[0][2]) == pytest.approx(115.5, rel=0.02)
-    assert float(rows[1][3]) < 1.08
-    assert float(rows[2][-1]) == pytest.approx(1.292, abs=0.02)

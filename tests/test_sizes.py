@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,14 +52,8 @@ def test_key_is_of_the_storage_not_of_the_address() -> None:
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
     [
-        (0, "0 bytes"),
-        (1, "1 byte"),
-        (1023, "1023 bytes"),
-        (1024, "1.00 KiB"),
-        (700_000, "683.59 KiB"),
-        (2**20 - 1, "1024.00 KiB"),
-        (2**20, "1.00 MiB"),
-        (3 * 2**30, "3072.00 MiB"),
+        *((1, "1 byte"), (1023, "1023 bytes"), (1024, "1.00 KiB"), (700_000, "683.59 KiB"), (2**20 - 1, "1024.00 KiB")),
+        *((2**20, "1.00 MiB"), (3 * 2**30, "3072.00 MiB")),
     ],
 )
 def test_small_sizes_are_printed_in_small_units(num_bytes: int, text: str) -> None:
@@ -70,20 +63,9 @@ def test_small_sizes_are_printed_in_small_units(num_bytes: int, text: str) -> No
 @pytest.mark.parametrize(
     ("size", "num_bytes"),
     [
-        (1, 1),
-        (8 * 2**30, 8 * 2**30),
-        ("4096", 4096),
-        ("4096B", 4096),
-        ("3kB", 3000),
-        ("2 MB", 2 * 10**6),
-        ("8GB", 8 * 10**9),
-        ("0.5TB", 5 * 10**11),
-        ("1KiB", 1024),
-        ("512 MiB", 2**29),
-        ("1.5 gib", 3 * 2**29),
+        *((1, 1), (np.int32(7), 7), ("4096", 4096), ("4096B", 4096), ("0.7B", 1), ("3kB", 3000), ("2 MB", 2 * 10**6)),
+        *(("8GB", 8 * 10**9), ("0.5TB", 5 * 10**11), ("1KiB", 1024), ("512 MiB", 2**29), ("1.5 gib", 3 * 2**29)),
         ("  2TiB ", 2**41),
-        ("0.7B", 1),
-        (np.int32(7), 7),
     ],
 )
 def test_sizes_are_bytes_or_text_with_a_unit(size: int | str, num_bytes: int) -> None:
@@ -101,84 +83,59 @@ def test_text_that_is_no_size_is_refused(size: str) -> None:
 
 
 IS_SHARE = "a budget that is a float is the share of the saved bytes that stays, above 0 and at most 1; found "
+NO_UNIT = (
+    "has no unit of bytes. For a share of the saved bytes that stays write the float {}, for bytes an int, or text such as"
+)
+NO_SIZE = 'min_bytes is a number of bytes, or text such as "8GiB"; found {!r}'
 
 
 @pytest.mark.parametrize(
-    ("read", "error", "message"),
+    ("read", "given", "message"),
     [
-        (lambda: check_bytes("min_bytes", -5), ValueError, "min_bytes is a number of bytes, 0 or more; found -5"),
-        *(
-            (
-                partial(check_bytes, "min_bytes", size),
-                TypeError,
-                f'min_bytes is a number of bytes, or text such as "8GiB"; found {size!r}',
-            )
-            for size in (True, 8e9, None, b"8GiB", [8])
+        (check_bytes, -5, "min_bytes is a number of bytes, 0 or more; found -5"),
+        (
+            lambda size: check_budget_bytes("limit", size, may_be_zero=True),
+            -1,
+            "limit is a number of bytes, 0 or more; found -1",
         ),
+        *((check_bytes, size, TypeError(NO_SIZE.format(size))) for size in (True, 8e9, None, b"8GiB", [8])),
         *(
-            (partial(check_budget_bytes, "budget", size), ValueError, f"budget must be more than 0 bytes; found {size!r}")
+            (check_budget_bytes, size, f"budget must be more than 0 bytes; found {size!r}")
             for size in (0, -1, "0", "0.0 GiB", "0.1B")
         ),
         *(
-            (
-                partial(check_budget, size),
-                ValueError,
-                f'budget={size!r} reads as {int(size)} bytes or as {size} GiB. Write "{size}B" or "{size}GiB"',
-            )
+            (check_budget, size, f'budget={size!r} reads as {size} bytes or as {size} GiB. Write "{size}B" or "{size}GiB"')
             for size in (2, 12, "12", 1023, np.int64(12))
         ),
         *(
-            (
-                partial(check_budget, size),
-                ValueError,
-                f'budget={size!r} reads as 1 byte or as everything. Write "1B" or the float 1.0',
-            )
+            (check_budget, size, f'budget={size!r} reads as 1 byte or as everything. Write "1B" or the float 1.0')
             for size in (1, "1", np.int32(1))
         ),
-        (lambda: check_budget(12.0), ValueError, f'{IS_SHARE}12.0. For bytes write "12B" or "12GiB"'),
-        (lambda: check_budget(np.float32(12)), ValueError, f'{IS_SHARE}12.0. For bytes write "12B" or "12GiB"'),
+        *((check_budget, size, f'{IS_SHARE}12.0. For bytes write "12B" or "12GiB"') for size in (12.0, np.float32(12))),
         *(
-            (
-                partial(check_budget, size),
-                ValueError,
-                f'{IS_SHARE}{float(size)}. For bytes write an int, or text such as "8GiB"',
-            )
+            (check_budget, size, f'{IS_SHARE}{float(size)}. For bytes write an int, or text such as "8GiB"')
             for size in (8e9, -0.5, math.nan, 0.0, np.float64(-0.5))
         ),
         *(
-            (
-                partial(check_budget, text),
-                ValueError,
-                f'budget="{text}" has no unit of bytes. For a share of the saved bytes that stays write the float {share}, '
-                'for bytes an int, or text such as "8GiB"',
-            )
+            (check_budget, text, f'budget="{text}" {NO_UNIT.format(share)} "8GiB"')
             for text, share in (("0.5", "0.5"), ("30%", "0.3"), ("12.5 %", "0.125"), (".25", "0.25"))
-        ),
-        (
-            lambda: check_budget_bytes("host_limit_bytes", -1, may_be_zero=True),
-            ValueError,
-            "host_limit_bytes is a number of bytes, 0 or more; found -1",
         ),
     ],
 )
-def test_what_is_no_size_or_budget_is_refused(read: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as raised:
-        read()
+def test_what_is_no_size_or_budget_is_refused(read: Callable[..., Any], given: Any, message: str | TypeError) -> None:
+    name = {check_bytes: ["min_bytes"], check_budget_bytes: ["budget"]}.get(read, [])
 
-    assert str(raised.value) == message
+    with pytest.raises(TypeError if isinstance(message, TypeError) else ValueError) as raised:
+        read(*name, given)
+
+    assert str(raised.value) == str(message)
 
 
 @pytest.mark.parametrize(
     ("budget", "read"),
     [
-        (0.5, 0.5),
-        (1.0, 1.0),
-        (1024, 1024),
-        ("12B", 12),
-        ("2KiB", 2048),
-        (np.float32(0.5), 0.5),
-        (np.int64(2**40), 2**40),
-        (Fraction(1, 4), 0.25),
+        *((0.5, 0.5), (1.0, 1.0), (1024, 1024), ("12B", 12), ("2KiB", 2048)),
+        *((np.float32(0.5), 0.5), (np.int64(2**40), 2**40), (Fraction(1, 4), 0.25)),
     ],
 )
 def test_budget_that_reads_in_one_way(budget: int | float | str, read: int | float) -> None:

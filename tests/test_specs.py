@@ -189,7 +189,8 @@ def test_inputs_of_other_models_are_as_they_are_asked_for() -> None:
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return input_ids
 
-    inputs, _ = make_inputs(Named(), [("", (2, 8), None)], dtype_name="float32", device=META)
+    asked = [("", (2, 8), None), ("", (2, 8), "int64")]
+    inputs, _ = make_inputs(Named(), asked, dtype_name="float32", device=META)
 
-    assert inputs[0].dtype == torch.float32
+    assert [tensor.dtype for tensor in inputs] == [torch.float32, torch.int64]
     assert loss_of(Named(), {"labels": inputs[0]}) is None

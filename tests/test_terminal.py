@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memkit.core.terminal import LAST, TextColumn, _width, _with_narrow_heading, shortened, table_text, terminal_width, wrapped
+from memkit.core.terminal import LAST, TextColumn, shortened, table_text, terminal_width, wrapped
 
 NAMES = ["model.layers.[0-27].self_attn.q_proj (x28)", "head"]
 
@@ -100,11 +100,3 @@ def test_width_is_that_of_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
 
     assert terminal_width() == 91
-
-
-@pytest.mark.parametrize("width", [30, 60, 80, 100, 120])
-def test_width_is_known_without_making_the_table(width: int) -> None:
-    narrow = [_with_narrow_heading(column) for column in columns()[: width // 20]]
-
-    for shown in (columns(), columns()[:2], narrow, [TextColumn(heading="size (MiB)", cells=[])]):
-        assert _width(shown) == widest(table_text(shown))

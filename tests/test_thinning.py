@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 
@@ -17,28 +16,14 @@ def _pairs(cases: list[dict[str, object]]) -> set[tuple[object, ...]]:
     return {pair for case in cases for pair in itertools.combinations(case.items(), 2)}
 
 
-def _product(*sizes: int) -> list[dict[str, object]]:
-    return [dict(zip("abcdef", values, strict=False)) for values in itertools.product(*map(range, sizes))]
-
-
 @pytest.mark.parametrize("sizes", [(3, 4, 5), (7, 6, 2, 2), (5,)])
 def test_each_pair_is_there_in_few_cases(sizes: tuple[int, ...]) -> None:
-    cases = _product(*sizes)
-    drawn = random.Random(0)
-    some = [case for case in cases if drawn.random() < 0.7]  # products are not always whole
-    for given in (cases, some):
-        chosen = [given[index] for index in covering(given, 2)]
-
-        assert _pairs(chosen) == _pairs(given)
+    cases = [dict(zip("abcd", values, strict=False)) for values in itertools.product(*map(range, sizes))]
+    for given in (cases, cases[::3]):  # products are not always whole
+        assert _pairs([given[index] for index in covering(given, 2)]) == _pairs(given)
     largest, second, *_ = (*sorted(sizes, reverse=True), 1)
+
     assert len(covering(cases, 2)) <= 1.7 * largest * second
-
-
-def test_what_runs_anyway_counts() -> None:
-    cases = _product(2, 2, 2)
-
-    assert len(covering(_product(4, 3, 2), 1)) == 4
-    assert len(covering(cases[1:], 2, cases[:1])) < len(covering(cases, 2))
     assert covering(cases, 2, cases) == []
 
 
@@ -62,16 +47,9 @@ def test_pairs(a, b, c):
 
 @slow
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("a", range(4))
+@pytest.mark.parametrize("a", [(number, name) for number in range(4) for name in "xy"])
 @pytest.mark.parametrize("b", range(5))
 def test_values(a, b):
-    pass
-
-@slow
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("a", [(number, name) for number in range(3) for name in "xyz"])
-@pytest.mark.parametrize("b", range(3))
-def test_tuples(a, b):
     pass
 
 @slow
@@ -101,18 +79,8 @@ def test_marks_say_which_combinations_there_are(pytester: pytest.Pytester) -> No
 
     assert len(params("test_pairs", kept)) < len(params("test_pairs", found))
     assert _pairs(params("test_pairs", kept)) == _pairs(params("test_pairs", found))
-    assert len(params("test_values", kept)) == 5
-    apart = [{"a": case["a"][0], "b": case["a"][1], "c": case["b"]} for case in params("test_tuples", kept)]
-    assert len(apart) < 15
-    assert _pairs(apart) == _pairs(
-        [dict(zip("abc", each, strict=True)) for each in itertools.product(range(3), "xyz", range(3))]
-    )
-    short = params("test_core", [item for item in kept if "slow" not in item.keywords])
-    assert len(short) == 4
-    assert {value for case in short for value in case.items()} == {
-        *(("a", number) for number in range(4)),
-        *((name, number) for name in "bc" for number in range(3)),
-    }
+    assert len(params("test_values", kept)) == 5  # a tuple counts as several
+    assert len(params("test_core", [item for item in kept if "slow" not in item.keywords])) == 4
     assert len(params("test_core", kept)) < 22
     assert _pairs(params("test_core", kept)) == _pairs(params("test_core", found))
     assert params("test_rows", kept) == params("test_rows", found)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import threading
 from pathlib import Path
 
 import pytest
 
 import memkit
-from tests.threads import num_own_threads
 
 _CLASSES = ("Thread", "Timer", "ThreadPoolExecutor")
 
@@ -44,17 +42,3 @@ def test_threads_have_names_of_memkit() -> None:
 )
 def test_check_can_fail(source: str, lines: list[int]) -> None:
     assert _unnamed(source) == lines
-
-
-def test_own_threads_are_counted() -> None:
-    ends = threading.Event()
-    threads = [threading.Thread(target=ends.wait, name=name) for name in ("memkit-a", "other", "memkit-b")]
-    before = num_own_threads()
-    for thread in threads:
-        thread.start()
-
-    assert num_own_threads() == before + 2
-    ends.set()
-    for thread in threads:
-        thread.join()
-    assert num_own_threads() == before

@@ -139,7 +139,7 @@ def pad_as_on_target() -> None:
 
 
 def move_as_on_target() -> None:
-    with run.MixedDevices("cpu"):
+    with run.TargetOps("cpu"):
         torch.ones(1).to("meta")
 
 
@@ -179,70 +179,43 @@ def test_context_needs_nothing_that_is_not_its_own(feature: Feature, take_away: 
     OPENERS[feature]()
 
 
-_IN_PROCESSES = """
-import json, os, sys, traceback
+_WITHOUT = """
+import json, sys
 import torch
 from memkit.core import torch_private
-
-LOOK_UP, NAMES = torch_private.look_up, torch_private.NAMES
-
-def child(missing, act):
-    # Runs in a process of its own, in which torch was imported, and nothing of memkit beside the table.
-    read, write = os.pipe()
-    if (number := os.fork()) == 0:
-        symbols = {text for name in missing for text in (NAMES[name].symbol, NAMES[name].sample) if text}
-        def look_up(symbol):
-            if symbol in symbols:
-                raise AttributeError(symbol)
-            return LOOK_UP(symbol)
-        torch_private.look_up = look_up
-        try:
-            answer = act()
-        except BaseException as error:
-            answer = [type(error).__name__, getattr(error, "symbol", traceback.format_exc())]
-        os.write(write, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as answers:
-        answer = json.loads(answers.read())
-    os.waitpid(number, 0)
-    return answer
-
-def import_all():
-    import memkit
-    return [getattr(memkit, name).__name__ for name in memkit.__all__]
-
-def profile():
-    import memkit
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+look_up, missing = torch_private.look_up, set(json.loads(sys.argv[1]))
+symbols = {text for name in missing for text in (torch_private.NAMES[name].symbol, torch_private.NAMES[name].sample) if text}
+def refuse(symbol):
+    if symbol in symbols:
+        raise AttributeError(symbol)
+    return look_up(symbol)
+torch_private.look_up = refuse
+import memkit
+print([getattr(memkit, name).__name__ for name in memkit.__all__])
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+try:
     report = memkit.profile_memory(model, torch.ones(2, 3, 8, 8), device="meta", print_table=False)
-    others = [name for name in sys.modules if not name.startswith("memkit")]
-    return [report.activation_bytes, sorted(set(NAMES) & set(vars(torch_private))), others]
-
-plain = child([], profile)
-used = plain[1]
-for name in plain[2]:  # once for all that follow
-    __import__(name)
-print(json.dumps({
-    "imported": child(NAMES, import_all),
-    "plain": plain[0],
-    "without all others": child(set(NAMES) - set(used), profile)[0],
-    "used": {name: child([name], profile)[:2] for name in used if name in sys.argv},
-}))
+except memkit.errors.MissingTorchNameError as error:
+    print(json.dumps([error.symbol, []]))
+else:
+    print(json.dumps([report.activation_bytes, sorted(set(torch_private.NAMES) & set(vars(torch_private)))]))
 """
+"""What a process finds in which names of torch are missing from the start: it imports all of memkit, and profiles a model."""
+
+
+def _without(missing: set[str]) -> Any:
+    command = [sys.executable, "-c", _WITHOUT, json.dumps(sorted(missing))]
+    return json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines()[-1])
 
 
 def test_import_and_profile_without_data_survive() -> None:
-    untold = [name for name, private in NAMES.items() if not {Feature.PROFILE, Feature.META} & {*private.features}]
-    command = [sys.executable, "-c", _IN_PROCESSES, "DispatchMode", *untold]
-    found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    plain, used = _without(set())
+    untold = {name for name, private in NAMES.items() if not {Feature.PROFILE, Feature.META} & {*private.features}}
 
-    assert len(found["imported"]) == len(memkit.__all__)  # with no name of all left
-    assert found["without all others"] == found["plain"] > 0
-    for name, answer in found["used"].items():
-        expected = ["MissingTorchNameError", NAMES[name].symbol] if name == "DispatchMode" else [found["plain"]]
-        assert answer[: len(expected)] == expected, name
-    assert {"DispatchMode", "set_code_strategy"} <= found["used"].keys()  # others are taken away in this process
+    assert _without(set(NAMES))[1] == []  # all of memkit is imported, and the profile says what it misses
+    assert _without({"DispatchMode"}) == [NAMES["DispatchMode"].symbol, []]
+    assert _without(set(NAMES) - set(used) | untold)[0] == plain > 0
+    assert {"DispatchMode", "set_code_strategy"} <= {*used}  # others are taken away in this process
 
 
 def test_error_says_need_found_and_what_to_do(take_away: Callable[[str], None]) -> None:
@@ -318,40 +291,21 @@ def test_checkpoint_sets_hooks_of_its_own_module() -> None:
     assert packs[0].__module__ == torch_private.CHECKPOINT_HOOKS
 
 
-def test_dynamo_reads_and_sets_the_marks() -> None:
+def test_marks_and_names_are_those_of_torch() -> None:
     compiled, disabled = torch.compile(lambda x: x, backend="eager"), torch.compiler.disable(lambda x: x)
-
     assert torch_private.DYNAMO in sys.modules
     assert hasattr(compiled, torch_private.COMPILED_FUNCTION_MARK)
     assert all(hasattr(disabled, mark) for mark in torch_private.UNTRACED_MARKS)
 
-
-def test_fused_optimizer_has_the_mark() -> None:
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], fused=True)
-
     assert getattr(optimizer, torch_private.SCALES_IN_STEP_MARK) is True
-
-
-def test_scheduler_asks_for_the_mark_of_a_step() -> None:
-    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
     setattr(optimizer, torch_private.STEPPED_MARK, True)
-
     scheduler.step()  # a warning is an error
 
-
-def test_jagged_tensor_is_made_of_its_values() -> None:
     jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-
     assert torch_private.JAGGED_VALUES in jagged.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-
-
-def test_module_has_the_dictionaries_that_are_left() -> None:
     assert set(torch_private.MODULE_STATE) <= vars(nn.Module()).keys()
-
-
-def test_functions_that_a_used_gradient_allows_exist() -> None:
     assert all(hasattr(torch.Tensor, name) or hasattr(torch, name) for name in torch_private.READ_BY_MODULES)
     assert hasattr(torch, torch_private.ZEROING_ALL)
 

@@ -28,7 +28,7 @@ NUM_PLAIN = 3
 
 def cap(setting: Setting) -> Iterator[Line]:
     """Each model at each share of its plain peak, in a model and an optimizer of its own."""
-    for name, build in CAPPED.items():
+    for name, build in setting.few(list(CAPPED.items())):
         found = setting.attempt(partial(_plain, build, setting))
         yield {"bench": "budget_cap_plain", "model": name, **found}
         if "error" in found:

@@ -128,8 +128,8 @@ OTHERS: dict[str, Callable[[Setting], Workload]] = {
 }
 CAPPED: dict[str, Callable[[Setting], Workload]] = {
     "resnet50": partial(_resnet50, 128),
-    "llama": partial(_llama, 4),
     "convnext_b": OTHERS["convnext_b"],
+    "llama": partial(_llama, 4),
     "unet": _unet,
 }
 

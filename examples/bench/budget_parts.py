@@ -93,7 +93,7 @@ def fits(setting: Setting) -> Iterator[Line]:
 
 def others(setting: Setting) -> Iterator[Line]:
     """Models of many kinds at shares of their plain peak, or the least that a plan is found for."""
-    for model, build in OTHERS.items():
+    for model, build in setting.few(list(OTHERS.items())):
         yield from _other(model, build, setting)
         setting.clean()
 

@@ -58,15 +58,8 @@ def nearest_spec(text: str) -> str:
     return f"torchvision:{text} or timm:{text}" if text else "torchvision:resnet50"
 
 
-def float_dtype(text: str) -> str:
-    return _one_of(text, ("float32", "float64", "float16", "bfloat16"))
-
-
-def half_dtype(text: str) -> str:
-    return _one_of(text, ("float16", "bfloat16"))
-
-
-def _one_of(text: str, names: Sequence[str]) -> str:
+def dtype(text: str, names: Sequence[str]) -> str:
+    """Return torch's name of a dtype, which must be one of some."""
     if DTYPES.get(text) not in names:
         known = [spelling for spelling, name in DTYPES.items() if name in names]
         raise argparse.ArgumentTypeError(f"needs one of {', '.join(known)}; found {text!r}")
@@ -94,15 +87,7 @@ def size(text: str) -> float | str:
     return budget
 
 
-def positive(text: str) -> int:
-    return _whole(text, 1)
-
-
-def count(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _whole(text: str, least: int) -> int:
+def whole(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"needs a whole number, {least} or more; found {text!r}")
     return int(text)

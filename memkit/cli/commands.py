@@ -12,16 +12,15 @@ import torch
 
 from memkit.cli import plan_command
 from memkit.cli.machine import measure_machine, spec_text
-from memkit.cli.specs import UsageError, autocast, loss_of, make_inputs, model_of, said_as
+from memkit.cli.specs import UsageError, model_of, profiled, said_as
 from memkit.core.extras import how_to_install
 from memkit.core.terminal import STDOUT, check_writable, terminal_width, wrapped, write_text
 from memkit.device import ReferenceDevice, cuda_is_available, open_device
-from memkit.errors import ProfileError
 from memkit.plan.gpu import find_gpu
-from memkit.profile import MemoryReport, profile_memory
+from memkit.profile import MemoryReport
 from memkit.profile.fit import check_fit
 from memkit.profile.optimizer_states import check_optimizer
-from memkit.profile.step import NEEDS_NONE, USE_META, is_out_of_memory
+from memkit.profile.step import USE_META
 from memkit.transfer import Disk
 
 _logger = logging.getLogger("memkit.cli.main")
@@ -30,7 +29,7 @@ _logger = logging.getLogger("memkit.cli.main")
 def profile(options: argparse.Namespace) -> None:
     """Measure a model, print the table, write the files."""
     _check_files(options)
-    optimizer = said_as("--optimizer", lambda: check_optimizer(options.optimizer))
+    said_as("--optimizer", lambda: check_optimizer(options.optimizer))
     gpu = None if options.gpu is None else said_as("--gpu", lambda: find_gpu(options.gpu))
     said_as("--fit", lambda: check_fit(options.fit, gpu))
     if options.target is not None and options.device not in (None, "meta"):
@@ -38,29 +37,9 @@ def profile(options: argparse.Namespace) -> None:
     device = torch.device(options.device or ("cuda" if cuda_is_available() else "meta"))
     if device.type != "meta":
         device = open_device(device, advice=USE_META).torch_device
-    try:
-        model = model_of(options, device)
-        inputs, named = make_inputs(model, options.inputs, dtype_name=options.dtype or "float32", device=device)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise ProfileError(f"out of memory while building model and inputs; {NEEDS_NONE}") from error
-        raise
-    with autocast(options.autocast, device):
-        report = profile_memory(
-            model,
-            *inputs,
-            kwargs=named,
-            loss_fn=loss_of(model, named),
-            backward=options.backward or options.peak or options.html is not None,
-            optimizer=optimizer,
-            fit=options.fit,
-            gpu=gpu,
-            device="meta" if device.type == "meta" else None,
-            target=options.target or "cuda",
-            tag=options.spec,
-            print_table=False,
-        )
-    _write(report, options)
+    backward, target = options.backward or options.peak or options.html is not None, options.target or "cuda"
+    how = {"backward": backward, "target": target, "fit": options.fit, "gpu": gpu}
+    _write(profiled(options, model_of(options, device), options.inputs, device, **how), options)
 
 
 def show(options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,12 +78,15 @@ def _one_line(error: BaseException) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
         sys.exit(_fail(f"{message} (see `{self.prog} --help`)"))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="memkit", description="See where GPU memory goes in PyTorch training.", allow_abbrev=False)
+    parser = _Parser(prog="memkit", description="See where GPU memory goes in PyTorch training.")
     parser.add_argument("--version", action="version", version=f"memkit {__version__}, torch {torch_version() or 'is missing'}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -91,7 +95,6 @@ def _parser() -> argparse.ArgumentParser:
         help="show, module by module, what a training step keeps in memory",
         description="Show, module by module, what a training step of a model keeps in memory.",
         epilog="example: memkit profile torchvision:resnet50 --input 256x3x224x224 --device meta",
-        allow_abbrev=False,
     )
     _add_model(
         profile,
@@ -118,7 +121,6 @@ def _parser() -> argparse.ArgumentParser:
         help="print, compare or convert reports that `memkit profile --json` wrote",
         description="Print a report that `memkit profile --json` wrote, convert it, or say of two whether the second is less.",
         epilog="example: memkit show before.json after.json",
-        allow_abbrev=False,
     )
     show.add_argument("report", type=Path, metavar="FILE", help="the JSON file")
     show.add_argument("after", type=Path, nargs="?", metavar="AFTER", help="another, after a change: did it help?")
@@ -129,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_plan(commands)
 
-    bench = commands.add_parser("bench", help="measure this machine, for `memkit plan`", allow_abbrev=False)
+    bench = commands.add_parser("bench", help="measure this machine, for `memkit plan`")
     benches = bench.add_subparsers(title="benches", required=True, metavar="BENCH")
     _add_bench_machine(benches)
     for command in (*(it for it in commands.choices.values() if it is not bench), *benches.choices.values()):
@@ -169,13 +171,13 @@ def _check_model(options: argparse.Namespace) -> None:
 def _add_dtypes(parser: argparse.ArgumentParser, *, of_autocast: str) -> None:
     parser.add_argument(
         "--dtype",
-        type=arguments.float_dtype,
+        type=partial(arguments.dtype, names=("float32", "float64", "float16", "bfloat16")),
         metavar="DTYPE",
         help="cast the model to this dtype (bf16, fp16, fp64, ...), and inputs that name none",
     )
     parser.add_argument(
         "--autocast",
-        type=arguments.half_dtype,
+        type=partial(arguments.dtype, names=("float16", "bfloat16")),
         metavar="DTYPE",
         help=f"run under torch.autocast with this dtype (bf16, fp16); {of_autocast}",
     )
@@ -188,7 +190,6 @@ def _add_plan(commands: Any) -> None:  # argparse's subparsers, whose class is p
         description="Predict, without a GPU, how long a training step of a model takes on a GPU under memory budgets: with the "
         "best mix of keeping, offloading and recomputing what autograd saves, and with each of them alone.",
         epilog="example: memkit plan torchvision:resnet50 --input 256x3x224x224 --gpu H200 --budget 16GiB,12GiB,8GiB",
-        allow_abbrev=False,
     )
     _add_model(parser)
     parser.add_argument(
@@ -206,7 +207,7 @@ def _add_plan(commands: Any) -> None:  # argparse's subparsers, whose class is p
     )
     budgets.add_argument(
         "--steps",
-        type=arguments.positive,
+        type=partial(arguments.whole, least=1),
         metavar="N",
         help="so many budgets, from the plain peak (or the GPU's memory) down to the least; default: 8",
     )
@@ -217,7 +218,7 @@ def _add_plan(commands: Any) -> None:  # argparse's subparsers, whose class is p
     )
     parser.add_argument(
         "--ranks",
-        type=arguments.positive,
+        type=partial(arguments.whole, least=1),
         metavar="N",
         help="plan for one of N GPUs between which memkit.shard splits the model; --input is what each of them is given",
     )
@@ -245,7 +246,6 @@ def _add_bench_machine(benches: Any) -> None:
         description="Measure what this machine can do: the GPU's memory, matrix products, copies from and to it, optimizer "
         "updates on the host's cores, reads and writes of a disk.",
         epilog="example: memkit bench machine --save my_gpu.json",
-        allow_abbrev=False,
     )
     parser.add_argument("--save", type=Path, metavar="FILE", help="write what was measured to FILE")
     parser.add_argument(
@@ -272,9 +272,10 @@ class _RefusedCsv(argparse.Action):
 
 
 def _add_view(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--depth", type=arguments.count, metavar="N", help="fold modules below this depth (the model is at 0)")
+    number = partial(arguments.whole, least=0)
+    parser.add_argument("--depth", type=number, metavar="N", help="fold modules below this depth (the model is at 0)")
     parser.add_argument("--sort", choices=_SORT_KEYS, help="order of the rows; default: the order of the model")
-    parser.add_argument("--top", type=arguments.count, metavar="N", help="show only the first N rows")
+    parser.add_argument("--top", type=number, metavar="N", help="show only the first N rows")
     parser.add_argument("--full", action="store_true", help="show all columns, and identical siblings one by one")
 
 

@@ -13,14 +13,14 @@ from itertools import chain, pairwise
 import torch
 from torch import nn
 
-from memkit.cli.specs import UsageError, autocast, loss_of, make_inputs, model_of, said_as
+from memkit.cli.specs import UsageError, model_of, profiled, said_as
 from memkit.core.terminal import STDOUT, terminal_width, write_text
 from memkit.distributed.sharding import check_layers, check_model
 from memkit.plan import Problem, ShardedParameter, ShardPlan, StepTrace, find_gpu, make_problem, plan_shards
 from memkit.plan.asked import budget_bytes_of, problem_of
 from memkit.plan.budget.planning import least_budget
 from memkit.plan.front import LargestBatch, draw, largest, make_front, to_text
-from memkit.profile import MemoryReport, profile_memory
+from memkit.profile import MemoryReport
 from memkit.profile.alive import AliveStorage, MemoryCategory
 from memkit.profile.optimizer_states import state_bytes_of
 from memkit.weights.selection import find_layers
@@ -105,20 +105,7 @@ def plan(options: argparse.Namespace) -> None:
 
     def report_with(batch: int | None) -> MemoryReport:
         sized = [(name, shape if batch is None else (batch, *shape[1:]), dtype) for name, shape, dtype in options.inputs]
-        inputs, named = make_inputs(model, sized, dtype_name=options.dtype or "float32", device=meta)
-        with autocast(options.autocast, meta):
-            return profile_memory(
-                model,
-                *inputs,
-                kwargs=named,
-                loss_fn=loss_of(model, named),
-                backward=True,
-                optimizer=options.optimizer,
-                device="meta",
-                trace=True,
-                tag=options.spec,
-                print_table=False,
-            )
+        return profiled(options, model, sized, meta, backward=True, trace=True)
 
     shards = None
     if options.ranks is not None:

@@ -10,8 +10,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from memkit.cli.arguments import Input, nearest_spec
 from memkit.core.extras import how_to_install
-from memkit.errors import MemkitError, note_on
+from memkit.errors import MemkitError, ProfileError, note_on
+from memkit.profile import MemoryReport, profile_memory
+from memkit.profile.step import NEEDS_NONE, is_out_of_memory
 
 _T = TypeVar("_T")
 _logger = logging.getLogger("memkit.cli.main")
@@ -28,14 +30,6 @@ _logger = logging.getLogger("memkit.cli.main")
 
 class UsageError(MemkitError):
     """Raised when the command line names something that does not exist."""
-
-
-def autocast(name: str | None, device: torch.device) -> AbstractContextManager[object]:
-    """Return `torch.autocast` with the dtype of a name, or a null context for None."""
-    if name is None:
-        return nullcontext()
-    # On meta, any autocast counts as the target's, and the CPU's exists on every machine.
-    return torch.autocast("cpu" if device.type == "meta" else device.type, getattr(torch, name))
 
 
 def build_model(spec: str, device: torch.device) -> nn.Module:
@@ -164,10 +158,34 @@ _FACTORIES: dict[str, Callable[[str], Any]] = {
 }
 
 
+@contextmanager
+def _needing_memory() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise ProfileError(f"out of memory while building model and inputs; {NEEDS_NONE}") from error
+        raise
+
+
 def model_of(options: argparse.Namespace, device: torch.device) -> nn.Module:
     _logger.info("building %s", options.spec)
-    model = build_model(options.spec, device).train()
-    return model if options.dtype is None else model.to(getattr(torch, options.dtype))
+    with _needing_memory():
+        model = build_model(options.spec, device).train()
+        return model if options.dtype is None else model.to(getattr(torch, options.dtype))
+
+
+def profiled(
+    options: argparse.Namespace, model: nn.Module, inputs: Iterable[Input], device: torch.device, **how: Any
+) -> MemoryReport:
+    """Return the profile of a model with inputs that were asked for; `how` are further arguments of `profile_memory`."""
+    with _needing_memory():
+        given, named = make_inputs(model, inputs, dtype_name=options.dtype or "float32", device=device)
+    # On meta, any autocast counts as the target's, and the CPU's exists on every machine.
+    kind, dtype = "cpu" if device.type == "meta" else device.type, options.autocast
+    how |= {"optimizer": options.optimizer, "tag": options.spec, "device": "meta" if device.type == "meta" else None}
+    with nullcontext() if dtype is None else torch.autocast(kind, dtype=getattr(torch, dtype)):
+        return profile_memory(model, *given, kwargs=named, loss_fn=loss_of(model, named), print_table=False, **how)
 
 
 def make_inputs(

@@ -8,31 +8,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
-
-from memkit.core import torch_private
-from memkit.core.hooks import HookSet, SavedTensorHooks
+from memkit.core.hooks import SavedTensorHooks
 from memkit.device import Device
 from memkit.profile.calls import CallStack, Gauge, PeakGauge, TimeGauge
 from memkit.profile.report import ModuleRecord, SavedCategory, SavedTensorRecord
 from memkit.profile.simulate import rounding_bytes
 from memkit.profile.simulate.run import as_on_target, refuse_scripted, say_why_not, without_data
-from memkit.profile.step import ProfiledStep, nothing, say_where
-from memkit.profile.tree import Mark, ModuleTree, Signatures, children_of
-from memkit.profile.watch import (
-    HiddenRegions,
-    OpObserver,
-    OpWatch,
-    ParamCasts,
-    SavedStorages,
-    SaveObserver,
-    SaveTimes,
-    StorageLog,
-    Writes,
-)
+from memkit.profile.step import ProfiledStep
+from memkit.profile.tree import ModuleTree, children_of
+from memkit.profile.watch import SaveTimes, StorageLog, Watch
+
+_Log = TypeVar("_Log", bound=StorageLog)
 
 
 def module_records(
@@ -101,11 +89,6 @@ def _with_children(
     return found
 
 
-def plain_pass(step: ProfiledStep, tree: ModuleTree) -> None:
-    """Run the step unwatched: libraries start up, the allocator fills its cache, kernels are chosen."""
-    step.run(CallStack(tree, Gauge()))
-
-
 def time_pass(
     step: ProfiledStep, tree: ModuleTree, device: Device, *, num_calls: int
 ) -> tuple[dict[int, float], dict[int, float]]:
@@ -128,7 +111,7 @@ def save_times_pass(step: ProfiledStep, tree: ModuleTree, device: Device) -> Sav
 
 def memory_pass(step: ProfiledStep, tree: ModuleTree, device: Device) -> Watch:
     counter = device.memory_counter()
-    log = None
+    log: StorageLog | None = None
     if not tree.has_compiled and (counter is None or step.backward or step.sharded):
         only = None if counter is None else device.torch_device.type
         log = StorageLog(step, rounding_bytes=rounding_bytes("cpu" if counter is None else "cuda"), only=only)
@@ -136,127 +119,19 @@ def memory_pass(step: ProfiledStep, tree: ModuleTree, device: Device) -> Watch:
     device.synchronize()
     watch = Watch(step, tree, Gauge() if counter is None else PeakGauge(counter), log)
     # Operations of compiled code cannot be watched: a dispatch mode would make it run eagerly.
-    with nullcontext() if tree.has_compiled else OpWatch(*watch.observers):
+    with nullcontext() if tree.has_compiled else watch:
         watch.run()
-    watch.close()
     device.synchronize()
     return watch
 
 
-def simulated_pass(step: ProfiledStep, tree: ModuleTree, target: str) -> Watch:
+def simulated_pass(step: ProfiledStep, tree: ModuleTree, target: str, make_log: Callable[..., _Log]) -> tuple[Watch, _Log]:
     """Run the step on meta as `target` would. The model has twins without data until `preserved`, around this, restores its
     tensors."""
     refuse_scripted(step)
     step = without_data(step)
-    log = StorageLog(step, rounding_bytes=rounding_bytes(target))
-    watch = Watch(step, tree, PeakGauge(log), log)
-    with as_on_target(tree, target, watch.note_backend_dependent) as mode, OpWatch(*watch.observers):
+    log = make_log(step, rounding_bytes=rounding_bytes(target))
+    watch = Watch(step, tree, log.gauge(), log)
+    with as_on_target(tree, target, watch.note_backend_dependent) as mode, log.recorded(), watch:
         watch.run(at_node=mode.resume, explain=say_why_not)
-    watch.close()
-    return watch
-
-
-def _pack(log: StorageLog | None, tracer: SaveObserver | None, saves: SavedStorages, tensor: Tensor) -> Any:
-    if tracer is not None:
-        traced = tracer.note_save(tensor)
-        with torch_private.without_dispatch_modes():
-            packed = saves.pack(tensor)
-        packed.traced = traced
-        return packed
-    if log is not None:
-        log.note_saved(tensor)
-    return saves.pack(tensor)
-
-
-def _unpack(tracer: SaveObserver | None, saves: SavedStorages, packed: Any) -> Tensor:
-    if tracer is not None and packed.traced is not None:
-        tracer.note_use(*packed.traced)
-    return saves.unpack(packed)
-
-
-class Watch:
-    """Notes memory in a run: `log` counts the storages, if ops can be seen; `tracer`, if given, makes a trace."""
-
-    def __init__(
-        self,
-        step: ProfiledStep,
-        tree: ModuleTree,
-        gauge: Gauge,
-        log: StorageLog | None,
-        tracer: SaveObserver | None = None,
-    ) -> None:
-        self._step = step
-        self._tree = tree
-        self._log = log
-        self.gauge = gauge
-        self.stack = CallStack(tree, gauge)
-        self.signatures = Signatures()
-        resident = step.resident_storages()
-        casts = ParamCasts(resident)
-        self.saves = SavedStorages(resident=resident, inputs=step.input_tensors(), casts=casts, stack=self.stack)
-        if log is not None:
-            log.follow(step, tree, self.stack, casts)
-        # no methods: they would keep the model alive until garbage collection
-        self._pack, self._unpack = partial(_pack, log, tracer, self.saves), partial(_unpack, tracer, self.saves)
-        self._hidden = HiddenRegions(self._pack, self.stack)
-        self.writes = Writes(step.names_of_storages())
-        self.backend_dependent: set[int] = set()
-        self.forward_peak_bytes: int | None = None
-        self.backward_peak_bytes: int | None = None
-        counting = [observer for observer in (tracer or log,) if observer is not None]
-        self.observers: tuple[OpObserver, ...] = (*counting, casts, self._hidden, self.writes)
-
-    @property
-    def storages(self) -> StorageLog | None:
-        """The storages on the device at each op; None without a backward, and if ops can't be seen."""
-        return self._log if self._step.backward else None
-
-    @property
-    def gathered_bytes(self) -> int | None:
-        """See `ShardInfo`; also None if no parameter is gathered."""
-        return self._log.gathered_bytes() if self._log is not None and self._step.sharded else None
-
-    def marks(self, index: int) -> list[str]:
-        marked = {
-            Mark.CHECKPOINTED: self._hidden.checkpointed,
-            Mark.OTHER_HOOKS: self._hidden.under_other_hooks,
-            Mark.BACKEND_DEPENDENT: self.backend_dependent,
-        }
-        return [mark.value for mark, rows in marked.items() if index in rows]
-
-    def note_backend_dependent(self) -> None:
-        """Note an operation whose saves only the backend knows."""
-        self.backend_dependent.add(self.stack.current)
-
-    def ends(self) -> dict[int, int]:
-        return {} if self._log is None else self._log.ends()
-
-    def run(
-        self,
-        *,
-        forward_done: Callable[[], None] = nothing,
-        at_node: Callable[[], None] | None = None,
-        explain: Callable[[Exception, str], None] = say_where,
-    ) -> None:
-        def done() -> None:
-            self.forward_peak_bytes = self.gauge.take_highest()
-            forward_done()
-
-        with HookSet() as hooks:
-            self.signatures.hook(self._tree, hooks)
-            self._step.run(
-                self.stack,
-                packing=SavedTensorHooks(self._pack, self._unpack),
-                forward_done=done,
-                backward_done=nothing if self._log is None else self._log.note_grads,
-                at_node=at_node,
-                explain=explain,
-            )
-        if self._step.backward:
-            self.backward_peak_bytes = self.gauge.take_highest()
-
-    def close(self) -> None:
-        """Let the log count what has changed at last, and let go of the model."""
-        if self._log is not None:
-            self._log.look()
-            self._log.leave()
+    return watch, log

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from memkit.core import torch_private
 from memkit.core.features import Profiled
 from memkit.core.hooks import HookSet, SavedTensorHooks, end_left, name_of_hooks_around
-from memkit.core.owners import NOTHING_STREAMED, ModelStorages, StreamedWeights
+from memkit.core.owners import NOTHING_STREAMED, StreamedWeights
 from memkit.core.tensors import byte_view, unique_storages
 from memkit.errors import ProfileError, note_on
 from memkit.profile.alive import MemoryCategory
@@ -147,10 +147,6 @@ class ProfiledStep:
     def resident_tensors(self) -> list[Tensor]:
         """Return parameters and buffers, which exist with or without a backward."""
         return [tensor for module in self.modules() for tensor in (*module.parameters(), *module.buffers())]
-
-    def resident_storages(self) -> ModelStorages:
-        """Return an object that recognizes storages of parameters and buffers, gathered ones included."""
-        return ModelStorages(unique_storages(self.resident_tensors()), self.sharded.gathered)
 
     def device_tensors(self) -> list[Tensor]:
         """Return parameters and buffers without streamed ones."""

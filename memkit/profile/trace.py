@@ -7,26 +7,25 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from memkit.core import torch_private
-from memkit.core.hooks import SavedTensorHooks
 from memkit.core.tensors import PLAIN_TYPES, is_range_of_bytes, storage_key, storages_of
 from memkit.core.torch_state import has_own_dispatch
 from memkit.device import CpuDevice, default_generator
 from memkit.device.ceilings import flops_of
 from memkit.errors import ProfileError
 from memkit.plan import Lifetime, ModuleOps, OpKind, OpWork, Step, StepTrace, ends_of
-from memkit.profile.calls import CallStack, PeakGauge
-from memkit.profile.passes import Watch
-from memkit.profile.simulate import META, rounding_bytes
-from memkit.profile.simulate.run import as_on_target, refuse_scripted, say_why_not, without_data
-from memkit.profile.step import ProfiledStep, nothing, preserved
-from memkit.profile.tree import ModuleTree, dtype_name
-from memkit.profile.watch import OpWatch, ParamCasts, StorageLog, storages_in, tensors_in
+from memkit.profile.calls import PeakGauge
+from memkit.profile.passes import simulated_pass
+from memkit.profile.simulate import META
+from memkit.profile.step import ProfiledStep, preserved
+from memkit.profile.tree import Mark, ModuleTree, dtype_name
+from memkit.profile.watch import SavedStorages, StorageLog, Watch, storages_in, tensors_in
 from memkit.recording.expected import num_writes
 from memkit.recording.module_calls import ModuleTrail
 from memkit.recording.ops import op_kinds
@@ -105,27 +104,30 @@ def _distinct_bytes(tensor: Tensor) -> int:
     return tensor.itemsize * math.prod(size for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if stride)
 
 
-class _Tracer(PeakGauge):
+class _Tracer(StorageLog):
     """Follows a step op by op: numbers the ops and notes their work, when storages are made, the ops of each module call of the
-    forward, and the values of at least `min_bytes` that autograd saves and requests, as `Rematerialize` would.
+    forward, and the values of at least `min_bytes` that autograd saves and requests, as `Rematerialize` would. Without
+    `min_bytes` it is of a forward alone, of which autograd holds nothing.
 
     Ops that return views are not counted: they neither compute nor move anything. The tracer holds no tensor. It must see ops
     inside the recorder's mode.
     """
 
-    def __init__(self, log: StorageLog, tree: ModuleTree, min_bytes: int = 0) -> None:
-        super().__init__(log)
-        self._log = log
-        self._tree = tree
+    def __init__(self, step: ProfiledStep, *, rounding_bytes: int, min_bytes: int | None = None) -> None:
+        super().__init__(step, rounding_bytes=rounding_bytes)
         self.recording = Recording(CpuDevice(META))
-        self.min_bytes = min_bytes
+        self.spans: list[tuple[int, int, int]] = []
+        """The index of the module of each call, with its first op and the one after its last."""
+        self._min_bytes = min_bytes
+        self._recorded = ExitStack()
         self._is_forward = True
-        self._open: list[int] = []
-        self._spans: list[tuple[int, int, int]] = []
         self._versions: dict[int, int] = {}
         self._value_in: dict[int, int] = {}
         self.num_forward_ops = 0
-        self.base_bytes = log.allocated_bytes()
+        self.forward_step: Step | None = None
+        self.forward_ends: dict[int, int] = {}
+        """For each storage that is freed in the forward, by its place, how many ops had run by then."""
+        self.base_bytes = self.allocated_bytes()
         """Bytes on the device before the first op."""
         self.works: list[OpWork] = []
         self.live_bytes: list[int] = []
@@ -136,47 +138,37 @@ class _Tracer(PeakGauge):
         """For each value of the recording in a storage made here: the storage's place in the log, and the op that made it."""
         self.overwritten_at: dict[int, int] = {}
         """For each overwritten value, the op that wrote over it."""
-        self.saves: list[int] = []
-        self.save_nodes: list[int] = []
-        self.save_places: list[int] = []
-        self.uses: list[int] = []
-        self.use_nodes: list[int] = []
-        self.use_places: list[int] = []
+        self.saves: list[tuple[int, int, int]] = []
+        self.uses: list[tuple[int, int, int]] = []
+        """For each save and each use, its value, its autograd node, and how many ops had run."""
 
     @property
     def now(self) -> int:
         return len(self.works)
 
-    def open(self, index: int) -> None:
-        super().open(index)
-        self._open.append(len(self._spans))
-        self._spans.append((index, len(self.recording.calls), 0))
+    def gauge(self) -> PeakGauge:
+        return _Spans(self)
 
-    def close(self, index: int) -> None:
-        super().close(index)
-        place = self._open.pop()
-        self._spans[place] = (*self._spans[place][:2], len(self.recording.calls))
+    def recorded(self) -> ExitStack:
+        if self._min_bytes is not None:
+            self._recorded.enter_context(ModuleTrail(self.recording))
+            self._recorded.enter_context(Recorder(self.recording, op_kinds(), default_generator, lambda *_: 0.0))
+        return self._recorded
 
-    def modules(self) -> tuple[ModuleOps, ...]:
-        nodes = self._tree.nodes
-        return tuple(
-            ModuleOps(module=nodes[index].fqn, kind=type(nodes[index].module).__name__, begin=begin, end=end)
-            for index, begin, end in self._spans
-            if index != self._tree.outside
-        )
-
-    def end_forward(self) -> Step:
-        step = step_of(self.recording, self.saves, self.save_nodes)
+    def end_forward(self) -> None:
+        self._recorded.close()
+        self.forward_ends = self.ends()
+        values, nodes, _ = _columns(self.saves)
+        self.forward_step = step_of(self.recording, values, nodes)
         self.num_forward_ops, self._is_forward = self.now, False
         self.recording.close()
-        return step
 
     def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-        log, recording = self._log, self.recording
-        before_bytes, num_before = log.allocated_bytes(), len(log)
-        log.see(outputs)
+        recording = self.recording
+        before_bytes, num_before = self.allocated_bytes(), len(self)
+        self.see(outputs)
         num_recorded = len(recording.calls) - len(self.op_places) if self._is_forward else 0
-        has_made = len(log) > num_before or log.allocated_bytes() > before_bytes
+        has_made = len(self) > num_before or self.allocated_bytes() > before_bytes
         if not (has_made or num_recorded or torch_private.schema_of(op).is_mutable):
             return
         if self._is_forward:
@@ -186,11 +178,11 @@ class _Tracer(PeakGauge):
                 if value is not None:
                     self._note_value(value, storage)
         self.works.append(work_of(op, args, kwargs, outputs))
-        self.live_bytes.append(log.allocated_bytes() - self.base_bytes)
-        log.note_op(str(op))
+        self.live_bytes.append(self.allocated_bytes() - self.base_bytes)
+        self.note_op(str(op))
 
     def _note_value(self, value: int, storage: torch.UntypedStorage) -> None:
-        place = self._log.place_of(storage)
+        place = self.place_of(storage)
         if place is None:
             return
         before = self._value_in.get(place)
@@ -199,49 +191,77 @@ class _Tracer(PeakGauge):
         if before is not None:
             self.overwritten_at[before] = self.now
         self._value_in[place] = value
-        self.values[value] = (place, self._log.begin_of(place) if before is None else self.now)
+        self.values[value] = (place, self._entries[place].begin if before is None else self.now)
 
-    def note_save(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Note a save; return its value and its node if it counts."""
+    def pack(self, saves: SavedStorages, tensor: Tensor) -> Any:
+        if self._min_bytes is None:
+            return self.see(tensor)
         with torch_private.without_python_dispatch():  # not part of the forward
-            self._log.see(tensor)  # perhaps no op returned it, such as a tensor from a list
-            self._log.note_saved(tensor)
-            if torch_private.backward_task() != -1 or (type(tensor) not in PLAIN_TYPES and has_own_dispatch(tensor)):
-                return None
-            return self._note_value_saved(tensor) if is_range_of_bytes(tensor) and tensor.device == META else None
+            self.see(tensor)  # perhaps no op returned it, such as a tensor from a list
+            self.note_saved(tensor)
+            has_value = torch_private.backward_task() == -1 and (type(tensor) in PLAIN_TYPES or not has_own_dispatch(tensor))
+            is_counted = has_value and is_range_of_bytes(tensor) and tensor.device == META
+            traced = self._note_value_saved(tensor, self._min_bytes) if is_counted else None
+        with torch_private.without_dispatch_modes():
+            packed = saves.pack(tensor)
+        packed.traced = traced
+        return packed
 
-    def _note_value_saved(self, tensor: Tensor) -> tuple[int, int] | None:
+    def _note_value_saved(self, tensor: Tensor, min_bytes: int) -> tuple[int, int] | None:
         recording, storage = self.recording, tensor.untyped_storage()
         value = recording.find(storage)
         if value is None:
             return None  # it was there before
         root = recording.roots.get(value)
-        if (root is not None and not root.is_inside) or storage.nbytes() < self.min_bytes:
+        if (root is not None and not root.is_inside) or storage.nbytes() < min_bytes:
             return None
         version = torch_private.version_of(tensor)
         if version and version > num_writes(recording, value):  # written to elsewhere, as by another thread
             value = recording.add_root(tensor, storage, is_inside=True)
             self._note_value(value, storage)
         node = torch_private.node_number()
-        self.saves.append(value)
-        self.save_nodes.append(node)
-        self.save_places.append(self.now)
+        self.saves.append((value, node, self.now))
         recording.saved.append(value)
         recording.saved_at.append((len(recording.calls), len(recording.funcs)))
         # None: written to without the recorder seeing it
         return (value, node) if self._versions.setdefault(value, version) == version else None
 
-    def note_use(self, value: int, node: int) -> None:
-        if torch_private.backward_task() == -1:
-            return
-        if self._is_forward:
-            raise ProfileError(
-                "a trace needs one forward and then one backward; found a forward that runs a backward of its own (as for the "
-                "gradient of an input). Profile with trace=False"
+    def unpack(self, saves: SavedStorages, packed: Any) -> Tensor:
+        if packed is None or (packed.traced is not None and self._is_forward and torch_private.backward_task() != -1):
+            found = (
+                "asks for what autograd has saved"
+                if packed is None
+                else ("runs a backward of its own (as for the gradient of an input)")
             )
-        self.uses.append(value)
-        self.use_nodes.append(node)
-        self.use_places.append(self.now)
+            raise ProfileError(
+                f"a trace needs one forward and then one backward; found a forward that {found}. Profile with trace=False"
+            )
+        if packed.traced is not None and torch_private.backward_task() != -1:
+            self.uses.append((*packed.traced, self.now))
+        return saves.unpack(packed)
+
+
+def _columns(rows: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+    return [[row[column] for row in rows] for column in range(3)]
+
+
+class _Spans(PeakGauge):
+    """Also notes the ops of each module call."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__(tracer)
+        self._tracer = tracer
+        self._open: list[int] = []
+
+    def open(self, index: int) -> None:
+        super().open(index)
+        self._open.append(len(self._tracer.spans))
+        self._tracer.spans.append((index, len(self._tracer.recording.calls), 0))
+
+    def close(self, index: int) -> None:
+        super().close(index)
+        place = self._open.pop()
+        self._tracer.spans[place] = (*self._tracer.spans[place][:2], len(self._tracer.recording.calls))
 
 
 def trace_step(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -> tuple[StepTrace, Watch]:
@@ -249,17 +269,19 @@ def trace_step(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int
     run is of the forward alone, with autograd holding nothing: it shows which values others hold. Raises ProfileError or
     DataDependentError if the step can't run on meta, runs a backward within its forward, or differs between the runs."""
     torch_private.require(torch_private.Feature.REMAT)  # records ops as it does
-    refuse_scripted(step)
     with preserved(step.modules(), META, contents=False):
-        traced, planned, watch = _run_whole(step, tree, target, max(1, min_bytes))
+        watch, traced = simulated_pass(step, tree, target, partial(_Tracer, min_bytes=max(1, min_bytes)))
     with preserved(step.modules(), META, contents=False):
-        names, ends = _run_alone(step, tree, target)
-    if [work.name for work in traced.works[: traced.num_forward_ops]] != names:
+        _, alone = simulated_pass(replace(step, backward=False), tree, target, _Tracer)
+    assert traced.forward_step is not None
+    uses, use_nodes, use_places = _columns(traced.uses)
+    planned = replace(traced.forward_step, uses=tuple(uses), use_ends=ends_of(use_nodes))
+    if [work.name for work in traced.works[: traced.num_forward_ops]] != [work.name for work in alone.works]:
         raise ProfileError(
             "a trace needs a step that does the same each time; found a forward that has run other ops when it ran again. Take "
             "out what changes from one forward to the next (a counter, a global cache, the time), or pass trace=False"
         )
-    lifetimes = _lifetimes(traced, watch, planned, ends)
+    lifetimes = _lifetimes(traced, planned, max(1, min_bytes), alone.forward_ends)
     parameters = dict.fromkeys(parameter for module in step.modules() for parameter in module.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     trace = StepTrace(
@@ -271,71 +293,29 @@ def trace_step(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int
         num_forward_ops=traced.num_forward_ops,
         step=planned,
         op_places=tuple(traced.op_places),
-        save_places=tuple(traced.save_places),
-        use_places=tuple(traced.use_places),
+        save_places=tuple(place for _, _, place in traced.saves),
+        use_places=tuple(use_places),
         lifetimes=lifetimes,
         live_bytes=tuple(traced.live_bytes),
         base_bytes=traced.base_bytes,
         trainable_numel=sum(parameter.numel() for parameter in trained),
         trainable_bytes=sum(parameter.numel() * parameter.itemsize for parameter in trained),
         names=names_of(traced.recording, lifetimes),
-        modules=traced.modules(),
-        backend_dependent=tuple(tree.nodes[index].fqn for index in sorted(watch.backend_dependent)),
+        modules=tuple(
+            ModuleOps(module=tree.nodes[index].fqn, kind=type(tree.nodes[index].module).__name__, begin=begin, end=end)
+            for index, begin, end in traced.spans
+            if index != tree.outside
+        ),
+        backend_dependent=tuple(tree.nodes[index].fqn for index in sorted(watch.marked[Mark.BACKEND_DEPENDENT])),
     )
     return trace, watch
 
 
-def _run_whole(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -> tuple[_Tracer, Step, Watch]:
-    step, found = without_data(step), list[Step]()
-    log = StorageLog(step, rounding_bytes=rounding_bytes(target))
-    tracer = _Tracer(log, tree, min_bytes)
-    watch = Watch(step, tree, tracer, log, tracer)
-    with as_on_target(tree, target, watch.note_backend_dependent) as mode, ExitStack() as watching:
-        watching.enter_context(ModuleTrail(tracer.recording))
-        watching.enter_context(Recorder(tracer.recording, op_kinds(), default_generator, lambda *_: 0.0))
-        watching.enter_context(OpWatch(*watch.observers))
-
-        def forward_done() -> None:
-            watching.close()
-            found.append(tracer.end_forward())
-            watching.enter_context(OpWatch(*watch.observers))
-
-        watch.run(forward_done=forward_done, at_node=mode.resume, explain=say_why_not)
-    watch.close()
-    return tracer, replace(found[0], uses=tuple(tracer.uses), use_ends=ends_of(tracer.use_nodes)), watch
-
-
-def _run_alone(step: ProfiledStep, tree: ModuleTree, target: str) -> tuple[list[str], dict[int, int]]:
-    """Return the ops of the forward, and for each storage that is freed in it how many had run by then."""
-    step, ends = replace(without_data(step), backward=False), dict[int, int]()
-    log, casts = StorageLog(step, rounding_bytes=rounding_bytes(target)), ParamCasts(step.resident_storages())
-    tracer = _Tracer(log, tree)
-    stack = CallStack(tree, tracer)
-    log.follow(step, tree, stack, casts)
-    with as_on_target(tree, target, nothing) as mode, OpWatch(tracer, casts):
-        step.run(
-            stack,
-            packing=SavedTensorHooks(log.see, _refuse),  # gives autograd nothing to hold
-            forward_done=lambda: ends.update(log.ends()),
-            at_node=mode.resume,
-            explain=say_why_not,
-        )
-    log.leave()
-    return [work.name for work in tracer.works], ends
-
-
-def _refuse(packed: None) -> Tensor:
-    raise ProfileError(
-        "a trace needs one forward and then one backward; found a forward that asks for what autograd has saved. Profile with "
-        "trace=False"
-    )
-
-
-def _lifetimes(traced: _Tracer, watch: Watch, step: Step, ends: Mapping[int, int]) -> dict[int, Lifetime]:
-    num_bytes, saved, freed = step.lineage.num_bytes, set(step.saves), watch.ends()
+def _lifetimes(traced: _Tracer, step: Step, min_bytes: int, ends: Mapping[int, int]) -> dict[int, Lifetime]:
+    num_bytes, saved, freed = step.lineage.num_bytes, set(step.saves), traced.ends()
     found: dict[int, Lifetime] = {}
     for value, (place, made_at) in sorted(traced.values.items()):
-        if value >= len(num_bytes) or (value not in saved and num_bytes[value] < traced.min_bytes):
+        if value >= len(num_bytes) or (value not in saved and num_bytes[value] < min_bytes):
             continue
         freed_at = traced.overwritten_at.get(value, freed.get(place, traced.now))
         released_at = min(freed_at, ends.get(place, freed_at))

@@ -28,6 +28,7 @@ from memkit.optimizers.steppers import stepped_shards
 from memkit.plan import GpuSpec, StepTrace, find_gpu
 from memkit.plan.gpu import GPUS
 from memkit.profile.alive import AliveStorage, OptimizerMemory
+from memkit.profile.calls import CallStack, Gauge
 from memkit.profile.fit import DEFAULT_GPU, check_fit, fit_step
 from memkit.profile.optimizer_states import check_optimizer, optimizer_memory
 from memkit.profile.registry import file_report
@@ -39,8 +40,7 @@ from memkit.profile.table import check_view
 from memkit.profile.tree import ModuleTree
 
 if TYPE_CHECKING:
-    from memkit.profile.optimizer_states import OptimizerLike
-    from memkit.profile.passes import Watch
+    from memkit.profile.watch import Watch
 
 _Value = TypeVar("_Value")
 _REPLICATED = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -150,11 +150,38 @@ def profile_memory(
     Source: `torch.autograd.graph.saved_tensors_hooks`; the table follows hfai's memory profiler.
     """
     step = ProfiledStep(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, backward=backward)
-    options: dict[str, Any] = {"target": target, "tag": tag, "warmup": warmup, "depth": depth, "sort_by": sort_by}
-    options |= {"optimizer": optimizer, "device": device, "trace": trace, "min_bytes": min_bytes, "fit": fit, "gpu": gpu}
-    prepared = _together(partial(_prepare, step, **options), step, warmup)
+    is_fitted = fit is not None or gpu is not None
+
+    def prepare() -> _Prepared:
+        spec = None if gpu is None else find_gpu(gpu)
+        counted = check_optimizer(optimizer)
+        if is_fitted:
+            check_fit(fit, spec)
+        own = replace(step, backward=step.backward or counted is not None or is_fitted)
+        _check_arguments(own, target=target, tag=tag, warmup=warmup)
+        check_view(depth=depth, sort_by=sort_by, top=None)
+        if not torch.is_grad_enabled():
+            raise ProfileError("grad mode is off, so autograd saves nothing; call profile_memory outside of torch.no_grad()")
+        own.check_surroundings()
+        if trace is True or is_fitted or str(device).startswith("meta"):
+            _refuse_sharded(own)
+        sharded = find_shards(own.modules())
+        _check_model(own)
+        streamed = StreamedWeights(parameters=sharded.on_host) if sharded else find_streamed(own.modules())
+        own = replace(own, streamed=streamed, sharded=sharded)
+        run_at = _run_device(own, device)
+        num_bytes = check_bytes("min_bytes", min_bytes)
+        _check_trace(own, run_at, trace=trace)
+        tree = ModuleTree(own.model, own.streamed)
+        memory, states = None, tuple[AliveStorage, ...]()
+        if counted is not None:
+            rounding = rounding_bytes(target if run_at == META else run_at.type)
+            memory, states = optimizer_memory(own, tree, counted, device=run_at, rounding_bytes=rounding)
+        return _Prepared(own, tree, run_at, target, num_bytes if trace or is_fitted else None, spec, memory, states)
+
+    prepared = _together(prepare, step, warmup)
     report = _measure(prepared, tag=tag, warmup=warmup)
-    if (fit is not None or gpu is not None) and report.trace is not None:
+    if is_fitted and report.trace is not None:
         spec = prepared.gpu or _gpu_named(report.run.device_name)
         _logger.info("planning for the %s", DEFAULT_GPU if spec is None else spec.name)
         report = replace(report, fit=fit_step(report.trace, fit, spec, optimizer=prepared.optimizer))
@@ -173,50 +200,6 @@ class _Prepared(NamedTuple):
     gpu: GpuSpec | None
     optimizer: OptimizerMemory | None
     states: tuple[AliveStorage, ...]
-
-
-def _prepare(
-    step: ProfiledStep,
-    *,
-    optimizer: OptimizerLike | None,
-    device: str | torch.device | Device | None,
-    target: str,
-    tag: str,
-    depth: int | None,
-    sort_by: str | None,
-    warmup: int,
-    trace: bool,
-    min_bytes: int | str,
-    fit: int | float | str | None,
-    gpu: str | os.PathLike[str] | GpuSpec | None,
-) -> _Prepared:
-    spec = None if gpu is None else find_gpu(gpu)
-    counted = check_optimizer(optimizer)
-    is_fitted = fit is not None or gpu is not None
-    if is_fitted:
-        check_fit(fit, spec)
-    step = replace(step, backward=step.backward or counted is not None or is_fitted)
-    _check_arguments(step, target=target, tag=tag, warmup=warmup)
-    check_view(depth=depth, sort_by=sort_by, top=None)
-    if not torch.is_grad_enabled():
-        raise ProfileError("grad mode is off, so autograd saves nothing; call profile_memory outside of torch.no_grad()")
-    step.check_surroundings()
-    if trace is True or is_fitted or str(device).startswith("meta"):
-        _refuse_sharded(step)
-    sharded = find_shards(step.modules())
-    _check_model(step)
-    streamed = StreamedWeights(parameters=sharded.on_host) if sharded else find_streamed(step.modules())
-    step = replace(step, streamed=streamed, sharded=sharded)
-    run_at = _run_device(step, device)
-    num_bytes = check_bytes("min_bytes", min_bytes)
-    _check_trace(step, run_at, trace=trace)
-    tree = ModuleTree(step.model, step.streamed)
-    memory, states = None, tuple[AliveStorage, ...]()
-    if counted is not None:
-        rounding = rounding_bytes(target if run_at == META else run_at.type)
-        memory, states = optimizer_memory(step, tree, counted, device=run_at, rounding_bytes=rounding)
-    trace_bytes = num_bytes if trace or is_fitted else None
-    return _Prepared(step, tree, run_at, target, trace_bytes, spec, memory, states)
 
 
 def _together(look: Callable[[], _Prepared], step: ProfiledStep, warmup: object) -> _Prepared:
@@ -260,7 +243,8 @@ def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
     """Return the report without its `fit`."""
     # Only now: a private class of torch is the base of the op watch.
-    from memkit.profile.passes import memory_pass, module_records, plain_pass, save_times_pass, simulated_pass, time_pass
+    from memkit.profile.passes import memory_pass, module_records, save_times_pass, simulated_pass, time_pass
+    from memkit.profile.watch import StorageLog
 
     step, tree, run_device = prepared.step, prepared.tree, prepared.run_device
     device = None if run_device == META else open_device(run_device, advice=USE_META)
@@ -275,18 +259,18 @@ def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
     if prepared.min_bytes is not None and device is None:
         trace, watch = _traced(step, tree, prepared.target, prepared.min_bytes)
     elif device is None:
-        watch = run(lambda: simulated_pass(step, tree, prepared.target), " without data")
+        watch, _ = run(lambda: simulated_pass(step, tree, prepared.target, StorageLog), " without data")
     else:
         if step.sharded:
             run(step.sharded.gather_once, ", gathering each layer")
         for number in range(warmup):
-            run(lambda: plain_pass(step, tree), f", warm-up {number + 1} of {warmup}")
+            run(lambda: step.run(CallStack(tree, Gauge())), f", warm-up {number + 1} of {warmup}")
         watch = run(lambda: memory_pass(step, tree, device), ", watching memory")
         num_calls = sum(watch.stack.num_calls.values())
         forward_s, backward_s = run(lambda: time_pass(step, tree, device, num_calls=num_calls), ", taking time", is_timed=True)
         save_times = run(lambda: save_times_pass(step, tree, device), ", timing saves", is_timed=True)
-        if watch.writes.written:
-            names = list(watch.writes.written)
+        if watch.written:
+            names = list(watch.written)
             warnings.warn(
                 f"the forward wrote to {', '.join(names[:3])}{', ...' * (len(names) > 3)}, and profile_memory does not put "
                 'these back; profile a copy, or use device="meta"',
@@ -294,7 +278,7 @@ def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
             )
     if prepared.min_bytes is not None and trace is None:
         trace, _ = _traced(step, tree, "cuda", prepared.min_bytes)
-    log, optimizer = watch.storages, prepared.optimizer
+    log, optimizer = watch.log, prepared.optimizer
     steps = None if optimizer is None else optimizer.name
     saved = watch.saves.records(save_times)
     return MemoryReport(
@@ -310,8 +294,8 @@ def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
         reserved_peak_bytes=watch.gauge.highest_reserved_bytes,
         trace=trace,
         optimizer=optimizer,
-        sharding=step.sharded.info(watch.gathered_bytes) if step.sharded else None,
-        step_memory=None if log is None else log.finished(prepared.states, optimizer=steps),
+        sharding=step.sharded.info(None if log is None else log.gathered_bytes()) if step.sharded else None,
+        step_memory=log.finished(prepared.states, optimizer=steps) if log is not None and step.backward else None,
     )
 
 

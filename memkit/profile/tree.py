@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit.core import torch_private
+from memkit.core.compiled import is_compiled
 from memkit.core.hooks import HookSet
 from memkit.core.owners import NOTHING_STREAMED, StreamedWeights
 from memkit.core.tensors import storage_key, storages_of, unique_storages
@@ -98,18 +98,17 @@ class ModuleTree:
         return any(node.compiled for node in self.nodes)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Tell whether calling `module` runs code that hooks cannot look into: TorchScript, or `torch.compile` of the module
-    (`torch.compile(module)`, `module.compile()`) or of a function that it holds."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return True
-    dynamo = sys.modules.get(f"{torch_private.DYNAMO}.eval_frame")  # slow to import, and needed only if something is compiled
-    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
-        return True
-    return torch_private.code_when_compiled(module) is not None or any(
-        hasattr(value, torch_private.COMPILED_FUNCTION_MARK)
-        for place in (module, *type(module).__mro__)
-        for value in vars(place).values()
+def _hides_calls(module: nn.Module) -> bool:
+    """Tell whether calling `module` runs code that hooks cannot look into: TorchScript, or `torch.compile` of the module, or of
+    a function that it holds."""
+    return (
+        isinstance(module, torch.jit.ScriptModule)
+        or is_compiled(module)
+        or any(
+            hasattr(value, torch_private.COMPILED_FUNCTION_MARK)
+            for place in (module, *type(module).__mro__)
+            for value in vars(place).values()
+        )
     )
 
 
@@ -140,7 +139,7 @@ def _nodes_of(model: nn.Module, streamed: StreamedWeights) -> list[ModuleNode]:
                     self_host_param_bytes += storage.nbytes() if storage_key(storage) in on_host else 0
         num_aliases = num_names[id(module)] - 1
         inside_compiled = parent is not None and nodes[parent].compiled
-        compiled = inside_compiled or is_compiled(module)
+        compiled = inside_compiled or _hides_calls(module)
         marks = [f"+{num_aliases} alias" + "es" * (num_aliases > 1)] if num_aliases else []
         if id(module) in layers:
             marks.append(Mark.STREAMED.value)

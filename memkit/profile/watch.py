@@ -1,22 +1,21 @@
-"""Observes a run: autograd's saves, live storages, casts of parameters, and code with hidden saved tensors, such as a
-checkpoint.
-
-One dispatch mode calls the observers after every operation. It is on in the memory run only, never when time is measured.
+"""`Watch`, the one dispatch mode of a run that watches memory: autograd's saves, live storages, casts of parameters, and code
+with hidden saved tensors, such as a checkpoint. It is never on when time is measured.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from memkit.core import torch_private
-from memkit.core.hooks import in_checkpoint, receiving_pack
+from memkit.core.hooks import HookSet, SavedTensorHooks, in_checkpoint, receiving_pack
 from memkit.core.kept import KeptHandle
 from memkit.core.modes import Mode
 from memkit.core.owners import ModelStorages
@@ -24,39 +23,13 @@ from memkit.core.sizes import rounded
 from memkit.core.tensors import storage_key, storages_of, unique_storages
 from memkit.device.base import Device, Event, MemoryCounter
 from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory, short_name
-from memkit.profile.calls import CallStack
+from memkit.profile.calls import CallStack, Gauge, PeakGauge
 from memkit.profile.report import SavedCategory, SavedTensorRecord
-from memkit.profile.step import ProfiledStep
-from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, ModuleTree, dtype_name, shapes_of
+from memkit.profile.step import ProfiledStep, nothing, say_where
+from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, Mark, ModuleTree, Signatures, dtype_name, shapes_of
 
 if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
-
-
-class OpObserver(Protocol):
-    def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None: ...
-
-
-class SaveObserver(OpObserver, Protocol):
-    def note_save(self, tensor: Tensor) -> tuple[int, int] | None: ...
-
-    def note_use(self, value: int, node: int) -> None: ...
-
-
-class OpWatch(Mode):
-    """Reports each operation to its observers, after it ran."""
-
-    def __init__(self, *observers: OpObserver) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self._observers = observers
-
-    def __torch_dispatch__(
-        self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        outputs = op(*args, **(kwargs or {}))
-        for observer in self._observers:
-            observer.saw(op, args, kwargs or {}, outputs)
-        return outputs
 
 
 @dataclass(slots=True)
@@ -122,13 +95,20 @@ class StorageLog(MemoryCounter):
         _, entry = self._live.get(storage_key(storage), (None, None))
         return None if entry is None or entry.place < self._num_before else entry.place
 
-    def begin_of(self, place: int) -> int:
-        return self._entries[place].begin
-
     def ends(self) -> dict[int, int]:
         """Return for each freed storage, by its place, how many ops had run by then."""
         ends = {entry.place: entry.end for entry in self._entries}  # the last one of equal places counts
         return {place: end for place, end in ends.items() if end is not None}
+
+    def gauge(self) -> PeakGauge:
+        return PeakGauge(self)
+
+    def recorded(self) -> AbstractContextManager[object]:
+        """Return a context for the run, within which the watch is on."""
+        return nullcontext()
+
+    def end_forward(self) -> None:
+        """The forward is over."""
 
     def follow(self, step: ProfiledStep, tree: ModuleTree, stack: CallStack, casts: ParamCasts) -> None:
         """Name the storages that exist before a step, and ask `stack` from now on for the running module."""
@@ -143,7 +123,8 @@ class StorageLog(MemoryCounter):
         self._num_named = len(self._entries)
 
     def leave(self) -> None:
-        """Let go of the model after a step: storages that live on still report their end."""
+        """Count what has changed at last, and let go of the model: storages that live on still report their end."""
+        self.look()
         self._stack = self._casts = None
         self._names = {}
 
@@ -159,6 +140,7 @@ class StorageLog(MemoryCounter):
             self._add(storage)
 
     def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+        """Note an op that has run."""
         self.see(outputs)
         if self._shards and str(op).startswith(_PACKING):
             self._note_packing(args)
@@ -172,6 +154,13 @@ class StorageLog(MemoryCounter):
             entry.what = entry.what or what
         self._num_named = len(self._entries)
         self._moments.append(Moment(phase=self._phase(), op=name, module=self._module()))
+
+    def pack(self, saves: SavedStorages, tensor: Tensor) -> Any:
+        self.note_saved(tensor)
+        return saves.pack(tensor)
+
+    def unpack(self, saves: SavedStorages, packed: Any) -> Tensor:
+        return saves.unpack(packed)
 
     def note_saved(self, tensor: Tensor) -> None:
         for storage in storages_of(tensor):
@@ -293,7 +282,7 @@ class ParamCasts:
         self._resident = resident
         self._casts: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
+    def saw(self, op: OpOverload, args: Sequence[Any], outputs: Any) -> None:
         if op in torch_private.known("to_copy") and any(
             source in self._resident or source in self for source in storages_of(args[0])
         ):
@@ -303,42 +292,6 @@ class ParamCasts:
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         reference = self._casts.get(storage_key(storage))
         return reference is not None and reference() is storage
-
-
-class Writes:
-    """Notes by name which of some storages, given by key, are written to in place."""
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        self._names = names
-        self.written: dict[str, None] = {}
-
-    def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-        schema = torch_private.schema_of(op)
-        if schema.is_mutable:
-            given = zip(schema.arguments, args, strict=False)
-            over = [value for it, value in given if it.alias_info is not None and it.alias_info.is_write]
-            keys = (storage_key(storage) for storage in storages_in(over))
-            self.written.update((self._names[key], None) for key in keys if key in self._names)
-
-
-class HiddenRegions:
-    """Notes the modules that ran ops whose saved tensors `pack`, our own hook, can't see."""
-
-    def __init__(self, pack: Callable[..., Any], stack: CallStack) -> None:
-        self._pack = pack
-        self._stack = stack
-        self.checkpointed: set[int] = set()
-        self.under_other_hooks: set[int] = set()
-        """Modules that ran ops under innermost saved-tensor hooks of others, not a checkpoint's."""
-
-    def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-        pack = receiving_pack()
-        if self._stack.in_backward or (pack == self._pack and torch.is_grad_enabled()):
-            return
-        if in_checkpoint():
-            self.checkpointed.add(self._stack.current)
-        elif pack is not None and pack != self._pack:
-            self.under_other_hooks.add(self._stack.current)
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
@@ -359,15 +312,10 @@ def storages_in(value: Any) -> Iterator[torch.UntypedStorage]:
 class _Save:
     """One version of a storage during the run; becomes a `SavedTensorRecord`."""
 
-    storage: int
-    version: int
-    storage_bytes: int
-    category: SavedCategory
-    module: str
-    dtype: str
+    record: SavedTensorRecord
+    packs: list[int] = field(default_factory=list)
     ordinals: list[int] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
-    packs: list[int] = field(default_factory=list)
     needed_position: int | None = None
 
 
@@ -416,13 +364,8 @@ class SavedStorages:
         if times is not None and times.num_saves != self._num_packs:
             times = None  # that run took another path
         return tuple(
-            SavedTensorRecord(
-                storage=save.storage,
-                version=save.version,
-                storage_bytes=save.storage_bytes,
-                category=save.category,
-                module=save.module,
-                dtype=save.dtype,
+            replace(
+                save.record,
                 save_ordinals=tuple(save.ordinals),
                 shapes=tuple(save.shapes),
                 saved_at_s=None if times is None else times.saved_at_s(save.packs),
@@ -440,14 +383,20 @@ class SavedStorages:
         _, number, first_version = self._seen[key]
         save = self._saves.get((number, version - first_version))
         if save is None:
-            save = self._saves[number, version - first_version] = _Save(
+            record = SavedTensorRecord(
                 storage=number,
                 version=version - first_version,
                 storage_bytes=storage.nbytes(),
                 category=self._category(storage),
                 module=self._stack.row,
                 dtype=dtype_name(tensor.dtype),
+                save_ordinals=(),
+                shapes=(),
+                saved_at_s=None,
+                needed_position=None,
+                needed_at_s=None,
             )
+            save = self._saves[number, record.version] = _Save(record)
         save.packs.append(self._num_packs)
         save.ordinals.append(self._num_saves)
         save.shapes.extend(shapes_of(tensor))
@@ -461,6 +410,90 @@ class SavedStorages:
     def _counts(self, storage: torch.UntypedStorage) -> bool:
         # cuDNN's BatchNorm saves a workspace that is often empty.
         return storage.nbytes() > 0 and storage not in self._resident
+
+
+class Watch(Mode):
+    """Notes memory in a run; as a dispatch mode it sees each operation after it ran. `log` counts the storages, if operations
+    can be seen."""
+
+    def __init__(self, step: ProfiledStep, tree: ModuleTree, gauge: Gauge, log: StorageLog | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._step = step
+        self._tree = tree
+        self.log = log
+        self.gauge = gauge
+        self.stack = CallStack(tree, gauge)
+        self.signatures = Signatures()
+        resident = ModelStorages(unique_storages(step.resident_tensors()), step.sharded.gathered)  # with gathered parameters
+        self._casts = ParamCasts(resident)
+        self.saves = SavedStorages(resident=resident, inputs=step.input_tensors(), casts=self._casts, stack=self.stack)
+        if log is not None:
+            log.follow(step, tree, self.stack, self._casts)
+        self._names = step.names_of_storages()
+        self.written: dict[str, None] = {}
+        """The parameters and inputs that were written to in place."""
+        self.marked: dict[Mark, set[int]] = {
+            Mark.CHECKPOINTED: set(),
+            Mark.OTHER_HOOKS: set(),  # modules that ran ops under innermost saved-tensor hooks of others, not a checkpoint's
+            Mark.BACKEND_DEPENDENT: set(),
+        }
+        self.forward_peak_bytes: int | None = None
+        self.backward_peak_bytes: int | None = None
+
+    def __torch_dispatch__(
+        self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        outputs = op(*args, **(kwargs or {}))
+        if self.log is not None:
+            self.log.saw(op, args, kwargs or {}, outputs)
+        self._casts.saw(op, args, outputs)
+        pack = receiving_pack()  # ours can't see what is saved under another
+        if not self.stack.in_backward and not (pack == self.pack and torch.is_grad_enabled()):
+            if in_checkpoint():
+                self.marked[Mark.CHECKPOINTED].add(self.stack.current)
+            elif pack is not None and pack != self.pack:
+                self.marked[Mark.OTHER_HOOKS].add(self.stack.current)
+        schema = torch_private.schema_of(op)
+        if schema.is_mutable:
+            given = zip(schema.arguments, args, strict=False)
+            over = [value for it, value in given if it.alias_info is not None and it.alias_info.is_write]
+            keys = (storage_key(storage) for storage in storages_in(over))
+            self.written.update((self._names[key], None) for key in keys if key in self._names)
+        return outputs
+
+    def pack(self, tensor: Tensor) -> Any:
+        return self.saves.pack(tensor) if self.log is None else self.log.pack(self.saves, tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        return self.saves.unpack(packed) if self.log is None else self.log.unpack(self.saves, packed)
+
+    def marks(self, index: int) -> list[str]:
+        return [mark.value for mark, rows in self.marked.items() if index in rows]
+
+    def note_backend_dependent(self) -> None:
+        """Note an operation whose saves only the backend knows."""
+        self.marked[Mark.BACKEND_DEPENDENT].add(self.stack.current)
+
+    def run(self, *, at_node: Callable[[], None] | None = None, explain: Callable[[Exception, str], None] = say_where) -> None:
+        def forward_done() -> None:
+            self.forward_peak_bytes = self.gauge.take_highest()
+            if self.log is not None:
+                self.log.end_forward()
+
+        with HookSet() as hooks:
+            self.signatures.hook(self._tree, hooks)
+            self._step.run(
+                self.stack,
+                packing=SavedTensorHooks(self.pack, self.unpack),
+                forward_done=forward_done,
+                backward_done=nothing if self.log is None else self.log.note_grads,
+                at_node=at_node,
+                explain=explain,
+            )
+        if self._step.backward:
+            self.backward_peak_bytes = self.gauge.take_highest()
+        if self.log is not None:
+            self.log.leave()
 
 
 class SaveTimes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
 import time
 import warnings
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memkit.cli import main
+from memkit.cli import main, progress
 from memkit.device import Device, ReferenceDevice
 
 BENCHES = Path(__file__).parents[2] / "examples" / "bench"
@@ -95,7 +96,9 @@ def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[in
 
 def assert_fails(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str, *, status: int = 2) -> None:
     """The command ends with a status after one line that says what is wrong."""
-    found, out, err = run_command(capsys, *arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress._Progress, "PATIENCE_S", math.inf)  # however busy the machine is
+        found, out, err = run_command(capsys, *arguments)
 
     assert (found, out) == (status, "")
     assert message in err

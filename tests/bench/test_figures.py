@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,14 +17,84 @@ from memkit.transfer import Link
 from tests.bench.cases import bench_module, layers, measuring, tiny_setting
 
 ABOUT = {"device": "NVIDIA H200", "cuda": "13.0", "torch": "2.11.0", "memkit": "0.1.0", "steps": 10}
+STATES_NUMEL = 10**9
+STATES_PLAIN = {"forward_s": 0.1, "backward_s": 0.3, "update_s": 0.05, "step_s": 0.5}
+STATES_MACHINE = {
+    "bench": "states_machine",
+    "d2h_bytes_per_s": 50e9,
+    "h2d_bytes_per_s": 50e9,
+    "both_bytes_per_s": 40e9,
+    "shared_bytes_per_s": 30e9,
+    "host_updates_per_s": {"1": 1e9, "8": 4e9},
+    "host_cast_updates_per_s": {"1": 1e9, "8": 2e9},
+    "shared_updates_per_s": 3e9,
+}
 
-# Steps by turns
+
+def by_hand(**steps: tuple[float, float]) -> dict[str, dict[str, Any]]:
+    """Return lines of what was set by hand: its seconds and its peak."""
+    found = {"bench": "budget_front_other", "model": "gpt2", "plain_s": 0.1, "updates_once": True, **ABOUT}
+    return {
+        which: {**found, "which": which, "step_s": step_s, "ratio": step_s / 0.1, "peak_allocated_mib": peak_mib}
+        for which, (step_s, peak_mib) in steps.items()
+    }
 
 
 def _step(step_s: float, **figures: Any) -> Any:
     found = {"forward_s": step_s / 3, "backward_s": 2 * step_s / 3, "host_s": step_s, "forward_host_s": step_s / 4}
     found["peak_allocated_bytes"] = None
     return bench_module("alternating").Step(step_s=step_s, **{**found, **figures})
+
+
+def _plain(backward_s: float) -> Any:
+    others = {"num_steps": 1, "step_s": 9.0, "peak_allocated_bytes": None, "peak_reserved_bytes": None}
+    return measuring.Measurement(forward_s=1.0, backward_s=backward_s, **others)
+
+
+_LINK = Link(d2h_bytes_per_s=10.0, h2d_bytes_per_s=50.0)
+_PEAKS = {0: 100, 1: 90, 2: 95, 3: 70, 4: 60}
+_STATES = STATES_PLAIN, STATES_MACHINE, STATES_NUMEL
+_HAND = by_hand(slow=(0.2, 900.0), least=(0.3, 100.0), half=(0.15, 500.0), quick=(0.09, 1000.0), most=(0.11, 990.0))
+
+
+@pytest.mark.parametrize(
+    ("script", "function", "given", "expected"),
+    [
+        ("layers_curves", "layers_roofline_s", (_plain(3.0), _LINK, 100, 0.0), 2.0 + 3.0),  # computes longer
+        ("layers_curves", "layers_roofline_s", (_plain(3.0), _LINK, 100, 100.0), 2.0 + 10.0),  # copies longer
+        ("layers_curves", "layers_roofline_s", (_plain(0.0), _LINK, 100, 0.0), 2.0),  # forward only
+        ("states_tables", "bound_s", ("device", *_STATES), 0.45 + 0.3),
+        ("states_tables", "bound_s", ("device, within the backward", *_STATES), 0.15 + 0.3),
+        ("states_tables", "bound_s", ("device, beside the next forward", *_STATES), 0.35 + 0.3),
+        ("states_tables", "bound_s", ("device, half stays", *_STATES), 0.45 + 0.15),
+        ("states_tables", "bound_s", ("host", *_STATES), 0.45 + 0.25),
+        ("states_tables", "bound_s", ("plain", *_STATES), None),
+        ("remat_spaced", "evenly_spaced", (24, 4), [0, 6, 12, 18]),
+        ("remat_spaced", "evenly_spaced", (16, 3), [0, 5, 10]),
+        ("remat_spaced", "evenly_spaced", (4, 0), []),
+        ("remat_spaced", "fewest_within", (_PEAKS, 99), 1),
+        ("remat_spaced", "fewest_within", (_PEAKS, 80), 3),
+        ("remat_spaced", "fewest_within", (_PEAKS, 59), None),
+        ("remat_spaced", "fewest_within", (_PEAKS, None), 4),
+        ("remat_spaced", "most_rise", ([(0.7, 1.2), (0.5, 1.0), (0.3, 1.1)],), 1.2),
+        ("remat_spaced", "most_rise", ([(0.7, 1.0), (0.5, 2.0)],), 0.5),
+        ("remat_spaced", "most_rise", ([],), 1.0),
+        ("host_chains", "steps_within", (12.0, 2.0, 10), 5),
+        ("host_chains", "steps_within", (1.0, 2.0, 10), 2),
+        ("budget_steps", "of_plain", (0.5, 2**30), f"{2**29}B"),
+        ("budget_steps", "of_plain", (0.5, None), 0.5),
+        ("budget_steps", "of_plain", (1.1, None), "1GiB"),
+        ("budget_fronts", "best_of", ({**_HAND, "failed": {"error": "x"}},), ["least", "half", "most"]),
+        ("budget_fronts", "best_of", (_HAND, 2), ["least", "most"]),
+    ],
+)
+def test_figure(script: str, function: str, given: tuple[Any, ...], expected: Any) -> None:
+    found = getattr(bench_module(script), function)(*given)
+
+    assert found == (pytest.approx(expected) if isinstance(expected, float) else expected)
+
+
+# Steps
 
 
 def test_steps_of_engines_take_turns_after_one_of_each() -> None:
@@ -43,13 +112,11 @@ def test_steps_of_engines_take_turns_after_one_of_each() -> None:
 
 
 def test_medians_and_the_largest_peak_are_told() -> None:
-    alternating = bench_module("alternating")
     steps = [_step(seconds, peak_allocated_bytes=peak) for seconds, peak in ((1.0, 5), (9.0, 7), (2.0, 6))]
 
-    found = alternating.median_of(steps)
+    found = bench_module("alternating").median_of(steps)
 
     assert (found.step_s, found.peak_allocated_bytes) == (2.0, 7)
-    assert (alternating.largest([None, None]), alternating.largest([None, 3])) == (None, 3)
 
 
 def test_roofline_is_the_longer_of_computing_and_copying_each_way() -> None:
@@ -65,106 +132,20 @@ def test_roofline_is_the_longer_of_computing_and_copying_each_way() -> None:
     assert (line["to_roofline"], line["to_plain"], line["reserved_to_allocated"]) == (9.0 / 6.0, 3.0, 1.5)
 
 
-@pytest.mark.parametrize(
-    ("backward_s", "d2h_bytes", "expected_s"),
-    [(3.0, 0.0, 2.0 + 3.0), (3.0, 100.0, 2.0 + 10.0), (0.0, 0.0, 2.0)],
-    ids=["computes longer", "copies longer", "forward only"],
-)
-def test_roofline_of_streamed_layers(backward_s: float, d2h_bytes: float, expected_s: float) -> None:
-    found = {"num_steps": 1, "step_s": 9.0, "peak_allocated_bytes": None, "peak_reserved_bytes": None}
-    plain = measuring.Measurement(forward_s=1.0, backward_s=backward_s, **found)
-    link = Link(d2h_bytes_per_s=10.0, h2d_bytes_per_s=50.0)
-
-    assert bench_module("layers_curves").layers_roofline_s(plain, link, 100, d2h_bytes) == expected_s
-
-
-@pytest.mark.parametrize(
-    ("row", "expected_s"),
-    [
-        ("device", 0.45 + 0.3),
-        ("device, within the backward", 0.15 + 0.3),
-        ("device, beside the next forward", 0.35 + 0.3),
-        ("device, half stays", 0.45 + 0.15),
-        ("host", 0.45 + 0.25),
-        ("plain", None),
-    ],
-)
-def test_least_that_a_step_of_states_takes(row: str, expected_s: float | None) -> None:
-    bound_s = bench_module("states_tables").bound_s(row, STATES_PLAIN, STATES_MACHINE, STATES_NUMEL)
-
-    assert bound_s == (None if expected_s is None else pytest.approx(expected_s))
-
-
-STATES_NUMEL = 10**9
-STATES_PLAIN = {"forward_s": 0.1, "backward_s": 0.3, "update_s": 0.05, "step_s": 0.5}
-STATES_MACHINE = {
-    "bench": "states_machine",
-    "d2h_bytes_per_s": 50e9,
-    "h2d_bytes_per_s": 50e9,
-    "both_bytes_per_s": 40e9,
-    "shared_bytes_per_s": 30e9,
-    "host_updates_per_s": {"1": 1e9, "8": 4e9},
-    "host_cast_updates_per_s": {"1": 1e9, "8": 2e9},
-    "shared_updates_per_s": 3e9,
-}
-
-
-# Checkpointed layers
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "count", "expected"),
-    [(24, 1, [0]), (24, 4, [0, 6, 12, 18]), (16, 3, [0, 5, 10]), (4, 3, [0, 1, 2]), (4, 4, [0, 1, 2, 3]), (4, 0, [])],
-)
-def test_layers_are_evenly_spaced(num_layers: int, count: int, expected: list[int]) -> None:
-    assert bench_module("remat_spaced").evenly_spaced(num_layers, count) == expected
-
-
-@pytest.mark.parametrize(("target", "expected"), [(100, 0), (99, 1), (80, 3), (60, 4), (59, None), (None, 4)])
-def test_fewest_layers_reach_a_peak(target: int | None, expected: int | None) -> None:
-    peaks = {0: 100, 1: 90, 2: 95, 3: 70, 4: 60}
-
-    assert bench_module("remat_spaced").fewest_within(peaks, target) == expected
-
-
-def test_rise_is_the_most_that_a_higher_budget_takes_longer() -> None:
-    most_rise = bench_module("remat_spaced").most_rise
-
-    assert most_rise([(0.7, 1.2), (0.5, 1.0), (0.3, 1.1)]) == pytest.approx(1.2)
-    assert (most_rise([(0.7, 1.0), (0.5, 2.0)]), most_rise([])) == (0.5, 1.0)
-
-
-def test_step_is_compared_with_all_layers_where_none_reach_its_peak() -> None:
-    line = bench_module("remat_spaced").compared(_step(1.0), _step(2.0), None, 24)
-
-    assert (line["to_spaced"], line["num_checkpointed"], line["spaced_reaches_peak"]) == (0.5, 24, False)
-
-
-def test_checkpointing_gives_back_a_forward_of_the_modules_own() -> None:
-    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    mine = one.forward = torch.compile(one.forward, backend="eager")
-
-    with measuring.checkpointed_each([one, other]):
-        assert one.forward is not mine
-
-    assert one.forward is mine
-    assert "forward" not in other.__dict__
-
-
 def _flops_of_backward(kept_ops: Sequence[Any]) -> int:
     layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    mine = layer.forward = torch.compile(layer.forward, backend="eager")
     with measuring.checkpointed_each([layer], kept_ops=kept_ops):
+        assert layer.forward is not mine
         loss = layer(torch.ones(2, 4)).sum()
+    assert layer.forward is mine
     with FlopCounterMode(display=False) as counter:
         loss.backward()
     return counter.get_total_flops()
 
 
-def test_checkpointing_keeps_the_results_of_ops_that_are_named() -> None:
+def test_checkpointing_keeps_the_results_of_named_ops_and_gives_back_a_forward_of_the_modules_own() -> None:
     assert _flops_of_backward([]) == 2 * _flops_of_backward([torch.ops.aten.addmm.default]) > 0
-
-
-# What the host takes
 
 
 def test_each_storage_and_each_call_takes_what_is_beyond_plain() -> None:
@@ -179,31 +160,17 @@ def test_each_storage_and_each_call_takes_what_is_beyond_plain() -> None:
     assert stays == {"num_stay": 100, "us_per_stay": pytest.approx(2.0)}
 
 
-def test_a_step_that_takes_long_is_repeated_a_few_times() -> None:
-    steps_within = bench_module("host_chains").steps_within
-
-    assert [steps_within(room_s, 2.0, 10) for room_s in (100.0, 12.0, 1.0)] == [10, 5, 2]
+# Budgets and batches
 
 
 def test_budget_is_the_largest_that_was_tried_within_a_peak() -> None:
-    peak_at: Mapping[str, Callable[[int], int]] = {"smooth": lambda budget: budget + 50, "steps": lambda b: b // 40 * 40 + 50}
     largest_within = bench_module("bench_compiled").largest_within
 
-    assert largest_within(peak_at["smooth"], 100, first=80, most=200)[0] == 50
-    budget, tries = largest_within(peak_at["steps"], 100, first=150, most=200)
+    assert largest_within(lambda budget: budget + 50, 100, first=80, most=200)[0] == 50
+    budget, tries = largest_within(lambda budget: budget // 40 * 40 + 50, 100, first=150, most=200)
     assert (budget, len(tries)) == (max(b for b, peak in tries if peak <= 100), 4)
     assert largest_within(lambda _: 1000, 100, first=80, most=200)[0] is None
     assert largest_within(lambda _: None, 100, first=80, most=200)[0] == 80
-
-
-# Budgets
-
-
-def test_budget_is_a_share_of_what_plain_steps_take() -> None:
-    of_plain = bench_module("budget_steps").of_plain
-
-    assert (of_plain(0.5, 2**30), of_plain(0.5, None), of_plain(1.1, None)) == (f"{2**29}B", 0.5, "1GiB")
-    assert bench_module("budget_steps").has_stepped(nn.Linear(8, 8)).state  # nothing is left free for what has stepped
 
 
 def test_learned_budget_is_timed_by_turns_with_plain_steps_and_tells_whether_it_is_kept_to() -> None:
@@ -222,59 +189,7 @@ def test_learned_budget_is_timed_by_turns_with_plain_steps_and_tells_whether_it_
     assert line["warned"] == []
     assert "cannot be kept to" in too_small["warned"][0]
     assert too_small["peak_to_budget"] > 1
-
-
-def by_hand(**steps: tuple[float, float]) -> dict[str, dict[str, Any]]:
-    """Return lines of what was set by hand: its seconds and its peak."""
-    found = {"bench": "budget_front_other", "model": "gpt2", "plain_s": 0.1, "updates_once": True, **ABOUT}
-    return {
-        which: {**found, "which": which, "step_s": step_s, "ratio": step_s / 0.1, "peak_allocated_mib": peak_mib}
-        for which, (step_s, peak_mib) in steps.items()
-    }
-
-
-def test_budgets_are_set_beside_what_nothing_else_is_better_than() -> None:
-    best_of = bench_module("budget_fronts").best_of
-    found = by_hand(slow=(0.2, 900.0), least=(0.3, 100.0), half=(0.15, 500.0), quick=(0.09, 1000.0), most=(0.11, 990.0))
-
-    assert best_of(found) == ["least", "half", "most"]
-    assert best_of(found, 2) == ["least", "most"]
-    assert best_of({**found, "failed": {"error": "x"}}) == ["least", "half", "most"]
-
-
-# The largest batch
-
-
-def _run_up_to(most: int, tried: list[int]) -> Callable[[int], dict[str, Any]]:
-    def run(batch: int) -> dict[str, Any]:
-        tried.append(batch)
-        return {"batch": batch} if batch <= most else {"batch": batch, "error": "no room"}
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("most", "tried", "has_run"),
-    [(1000, [250], True), (249, [250, 200], True), (100, [250, 200, 150, 100], True), (99, [250, 200, 150, 100], False)],
-)
-def test_search_begins_at_what_is_to_be_shown_and_goes_down(most: int, tried: list[int], has_run: bool) -> None:
-    seen: list[int] = []
-
-    found = bench_module("remat_supernet").first_that_runs(_run_up_to(most, seen), 100)
-
-    assert seen == tried
-    assert (found["batch"], "error" not in found) == (tried[-1], has_run)
-
-
-@pytest.mark.parametrize(("most", "num_checks", "tried"), [(420, 99, [300, 350, 400, 450]), (1000, 2, [300, 350])])
-def test_larger_batches_are_tried_while_they_run_and_there_is_time(most: int, num_checks: int, tried: list[int]) -> None:
-    seen, checks = list[int](), itertools.count()
-    larger = bench_module("remat_supernet").larger_that_run
-
-    found = list(larger(_run_up_to(most, seen), 100, has_time=lambda: next(checks) < num_checks))
-
-    assert [line["batch"] for line in found] == seen == tried
-    assert ["error" in line for line in found] == [batch > most for batch in tried]
+    assert budget_steps.has_stepped(nn.Linear(8, 8)).state  # nothing is left free for what has stepped
 
 
 # Steps that vary
@@ -318,14 +233,6 @@ def test_peak_is_seen_though_others_reset_the_counter() -> None:
     assert Counter.reset_peak.__name__ == "reset_peak"
 
 
-def test_steps_that_are_asked_for_override_the_most_of_a_family() -> None:
-    varying = bench_module("bench_varying")
-    t5, qwen3 = varying.FAMILIES["t5"], varying.FAMILIES["qwen3"]
-
-    assert [varying.num_batches(family, None, is_quick=False) for family in (t5, qwen3)] == [12, 40]
-    assert [varying.num_batches(t5, 20, is_quick=is_quick) for is_quick in (False, True)] == [20, 16]
-
-
 # Models
 
 
@@ -346,24 +253,3 @@ def test_loss_in_pieces_has_the_gradients_of_the_whole() -> None:
     torch.testing.assert_close(loss, whole)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, msg=name)
-
-
-def test_lora_begins_at_the_base_model() -> None:
-    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
-    expected = model(batch)
-
-    trained = bench_module("lora").add_lora(model, ("1",), rank=2)
-
-    assert torch.equal(model(batch), expected)
-    assert [tuple(parameter.shape) for parameter in trained] == [(2, 4), (4, 2)]
-
-
-def test_dit_trains_lora_on_the_projections_of_attention() -> None:
-    workload = bench_module("dit").dit(2, 32, 8, width=64, num_heads=4, num_double=2, num_single=4, rank=2)
-
-    workload.loss(workload.forward()).backward()
-
-    grads = {name for name, parameter in workload.model.named_parameters() if parameter.grad is not None}
-    assert grads == {name for name, parameter in workload.model.named_parameters() if parameter.requires_grad}
-    assert {name.rsplit(".", 3)[1] for name in grads} == {"qkv", "proj"}
-    assert len(grads) == 2 * (2 * 2 * 2 + 4 * 2)

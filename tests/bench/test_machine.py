@@ -73,22 +73,6 @@ def test_files_of_before_are_read(tmp_path: Path) -> None:
         GpuSpec.from_json(path)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("host_updates_per_s", {"4": 0}, r"host_updates_per_s\['4'\] must be above 0"),
-        ("disk_read_bytes_per_s", [1], "disk_read_bytes_per_s must be numbers by name"),
-        ("shared_bytes_per_s", -1.0, "shared_bytes_per_s must be above 0"),
-        ("shared_updates_per_s", "fast", "shared_updates_per_s must be a number"),
-    ],
-)
-def test_wrong_figures_of_the_host_are_refused(field: str, value: object, message: str) -> None:
-    content = {**json.loads(GPUS["H200"].to_json()), field: value}
-
-    with pytest.raises(ReportFormatError, match=message):
-        GpuSpec.from_json(json.dumps(content))
-
-
 @pytest.mark.parametrize("casts", [False, True])
 def test_updates_are_those_of_adamw(casts: bool) -> None:
     block = _Block(1000)

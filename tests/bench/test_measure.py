@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import CpuDevice, ReferenceDevice
-from tests.bench.cases import Workload, bench_module, layers, measuring
+from tests.bench.cases import Workload, layers, measuring
 
 measure = measuring.measure
 
@@ -90,19 +89,6 @@ def test_engines_change_no_gradient(name: str) -> None:
         assert torch.equal(one, other)
 
 
-def test_synchronous_copies_move_the_tensors_saved_first() -> None:
-    x = torch.randn(8, requires_grad=True)
-    packed: list[object] = []
-    context = measuring.synchronous(64, min_bytes=32)
-    pack = context.pack_hook
-    context.pack_hook = lambda tensor: packed.append(pack(tensor)) or packed[-1]
-
-    with context:
-        x.exp().exp().exp().exp()
-
-    assert [isinstance(item, tuple) for item in packed] == [True, True, False, False]
-
-
 def test_blocks_are_the_members_of_uniform_lists_and_checkpointing_is_taken_off_again() -> None:
     model = torchvision.models.resnet18()
     blocks = measuring.blocks_of(model)
@@ -132,13 +118,3 @@ def test_checkpointing_suits_the_model(model: nn.Module, name: str) -> None:
     assert found == name
     for one, other in zip(_gradients(workload, engine()), _gradients(workload, nullcontext()), strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.slow
-def test_peers_that_are_not_installed_are_left_out_with_a_warning() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = bench_module("peers").installed_peers(torchvision.models.resnet18())
-
-    missing = {"TRL", "torchtune"} - {name.split()[0] for name in found}
-    assert {str(warning.message).split()[0] for warning in caught} == missing

@@ -38,7 +38,45 @@ def _lines_of(script: str, part: str, **options: Any) -> list[dict[str, Any]]:
     return lines
 
 
-# Steady steps
+def _of(lines: list[dict[str, Any]], *names: str) -> list[Any]:
+    """Return some figures of each line; of one name, the figure alone."""
+    return [line[names[0]] if len(names) == 1 else tuple(line[name] for name in names) for line in lines]
+
+
+_BENCHES_OF_REMAT = {
+    "supernet": [f"remat_supernet{what}" for what in ("_plain", "_plain_steps", "", "_steps", "_larger", "_largest")],
+    "planning": ["remat_planning"] * 3,
+    "recorder_host": ["remat_recorder_host"] * 4,
+    "resnet50": ["remat", "remat_fit"],
+}
+_COMPILED = [(way, f"compiled_{kind}") for way in ("forward", "call") for kind in ("plain", "offload", "remat")]
+_RATIOS = {"forward": ((), [0.0, 0.5, 1.0]), "host": ((0.5, 1.0), [0.5, 1.0]), "unpinned": ((), [1.0, 1.0])}
+
+
+@pytest.mark.parametrize(
+    ("script", "part", "figures", "found"),
+    [
+        ("bench_steady", "flat", ("num_storages",), [10, 100]),
+        ("bench_steady", "offload_whisper", ("ratio",), [0.0, 0.1, 0.2, 0.5, 1.0]),
+        (
+            "bench_steady",
+            "remat_llama",
+            ("bench",),
+            ["remat_keep_all", "remat_spaced_peaks", *["remat_spaced"] * 4, "remat_rises"],
+        ),
+        ("bench_steady", "compiled", ("way", "bench"), _COMPILED),
+        *(("bench_remat", part, ("bench",), benches) for part, benches in _BENCHES_OF_REMAT.items()),
+        ("bench_layers", "dit", ("ratio", "num_streamed", "overflows"), [(0.5, 3, 0)]),
+    ],
+)
+def test_lines_of_a_part(script: str, part: str, figures: tuple[str, ...], found: list[Any]) -> None:
+    options: dict[str, Any] = {"device": CpuDevice(), "fast": True} if script == "bench_remat" else {}
+
+    lines = _lines_of(script, part, **options)
+
+    assert _of([line for line in lines if all(name in line for name in figures)], *figures) == found
+    assert all(line["to_spaced"] == line["step_s"] / line["spaced_s"] for line in lines if "to_spaced" in line)
+    assert not any(line.get("new_graphs", 0) + line.get("new_graph_breaks", 0) for line in lines[:2])
 
 
 def test_steady_chain_and_region() -> None:
@@ -50,32 +88,6 @@ def test_steady_chain_and_region() -> None:
     assert all(line["is_equal"]["torch"] for line in regions if "is_equal" in line)
 
 
-@pytest.mark.parametrize(
-    ("part", "figure", "found"),
-    [("flat", "num_storages", [10, 100]), ("offload_whisper", "ratio", [0.0, 0.1, 0.2, 0.5, 1.0])],
-)
-def test_steady_figures(part: str, figure: str, found: list[float]) -> None:
-    lines = _lines_of("bench_steady", part)
-
-    assert [line[figure] for line in lines if line["bench"] in ("host_flat", "offload_ratios")] == found
-
-
-def test_steady_budgets_beside_checkpointed_layers() -> None:
-    lines = _lines_of("bench_steady", "remat_llama")
-
-    assert [line["bench"] for line in lines] == ["remat_keep_all", "remat_spaced_peaks", *["remat_spaced"] * 4, "remat_rises"]
-    assert all(line["to_spaced"] == line["step_s"] / line["spaced_s"] for line in lines if line["bench"] == "remat_spaced")
-
-
-def test_steady_compiled_blocks() -> None:
-    lines = _lines_of("bench_steady", "compiled")
-
-    kinds = ["compiled_plain", "compiled_offload", "compiled_remat"]
-    assert [(line["way"], line["bench"]) for line in lines] == [(way, kind) for way in ("forward", "call") for kind in kinds]
-    assert {(line["new_graphs"], line["new_graph_breaks"]) for line in lines[:2]} == {(0, 0)}
-    assert lines[0]["graphs"] > 0
-
-
 # Budgets and states
 
 
@@ -85,6 +97,15 @@ def test_budget(part: str) -> None:
 
     assert any("follows_plan" in line for line in lines) == (part != "changes")
     assert bench_module("budget_tables").tables(lines).keys() > {"machine"}
+
+
+@pytest.mark.parametrize("model", bench_module("budget_models").OTHERS)
+def test_other_models_of_budgets_run(model: str) -> None:
+    models = bench_module("budget_models")
+
+    workload = models.built(models.OTHERS[model], tiny_setting())
+
+    assert workload.loss(workload.forward()).requires_grad
 
 
 @pytest.mark.parametrize(
@@ -104,26 +125,6 @@ def test_states(part: str, num_rows: int) -> None:
 
 
 # Recomputing, offloading, streaming, splitting
-
-
-@pytest.mark.parametrize(
-    ("part", "benches"),
-    [
-        (
-            "supernet",
-            ["_plain", "_plain_steps", "", "_steps", "_larger", "_largest"],
-        ),
-        ("planning", ["planning"] * 3),
-        ("recorder_host", ["recorder_host"] * 4),
-        ("resnet50", ["remat", "remat_fit"]),
-    ],
-)
-def test_remat(part: str, benches: list[str]) -> None:
-    prefix = {"supernet": "remat_supernet", "resnet50": ""}.get(part, "remat_")
-
-    found = [line["bench"] for line in _lines_of("bench_remat", part, device=CpuDevice(), fast=True)]
-
-    assert found == [prefix + bench for bench in benches]
 
 
 def test_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,24 +153,15 @@ def test_ratios_move_what_their_plan_says_and_are_set_beside_the_roofline(monkey
     assert close["bench"] == "offload_close_to_plain"
 
 
-@pytest.mark.parametrize(
-    ("part", "given", "ratios"),
-    [("forward", (), [0.0, 0.5, 1.0]), ("host", (0.5, 1.0), [0.5, 1.0]), ("unpinned", (), [1.0, 1.0])],
-)
-def test_layers_of_each_ratio(part: str, given: tuple[float, ...], ratios: list[float]) -> None:
+@pytest.mark.parametrize("part", _RATIOS)
+def test_layers_of_each_ratio(part: str) -> None:
+    given, ratios = _RATIOS[part]
+
     lines = _lines_of("bench_layers", part, device=CpuDevice(), ratios=given)
 
-    assert [(line["ratio"], line["num_streamed"]) for line in lines] == [(ratio, 4 * ratio) for ratio in ratios]
+    assert _of(lines, "ratio", "num_streamed") == [(ratio, 4 * ratio) for ratio in ratios]
     assert all(line["to_plain"] > 0 and line["to_roofline"] > 0 and line["plain"]["step_s"] > 0 for line in lines)
     assert bool(lines[-1]["grads_bytes"]) == (part == "host")
-
-
-def test_layers_of_two_sizes() -> None:
-    (line,) = _lines_of("bench_layers", "dit")
-
-    assert (line["ratio"], line["num_streamed"], line["overflows"]) == (0.5, 3, 0)
-    assert line["slot_bytes"] <= line["streamed_bytes"]
-    assert "peak_over_expected_bytes" in line
 
 
 def test_layers_beside_peers() -> None:

@@ -45,7 +45,6 @@ BUDGET = {
     "to_remat": 11 / 12,
     **ABOUT,
 }
-CAPPED = {"bench": "budget_cap", "part": "cap", "model": "unet", "share": 0.3, "is_least": True}
 OFFLOAD = {
     "bench": "offload_ratios",
     "part": "offload_gpt2",
@@ -88,7 +87,6 @@ REGION = {
     "torch_us_beyond": 250.0,
     "torch_bare_us_beyond": 180.0,
 }
-COMPILED = {"bench": "compiled_remat", "way": "forward", "checkpointed": [0, 4, 8, 12]}
 
 
 def _tables(name: str, *lines: dict[str, Any]) -> dict[str, str]:
@@ -136,23 +134,6 @@ def test_budget_is_a_row_of_each_table_that_it_is_in() -> None:
     assert cells(made["beside"]) == [["6396", "110.0", "6380", "0.23", "120.0", "6400", "**0.917**", "-", "-"]]
 
 
-def test_budget_that_failed_says_why() -> None:
-    made = _tables("budget", {**CAPPED, "error": "out of memory in step 2"}, {**BUDGET, "error": "x"})
-
-    assert cells(made["cap"])[0][:3] == ["unet", "0.3 (the least)", "error: out of memory in step 2"]
-    assert cells(made["resnet50"])[0][:2] == ["6396", "error: x"]
-
-
-def test_what_is_set_by_hand_stands_beside_a_budget_of_its_peak() -> None:
-    budget = {"bench": "budget_front", "model": "gpt2", "which": "half", "step_s": 0.12, "to_other": 0.8, "way": "regions"}
-    lines = [*by_hand(half=(0.15, 500.0), slow=(0.2, 900.0)).values(), {**budget, "peak_allocated_mib": 490.0}]
-
-    half, slow = cells(_tables("budget", *lines)["front_gpt2"])
-
-    assert half == ["half", "yes", "150.0", "**1.500**", "500", "120.0", "490", "regions", "**0.800**"]
-    assert slow == ["slow", "yes", "200.0", "**2.000**", "900", "-", "-", "-", "**-**"]
-
-
 # Steady steps
 
 
@@ -166,41 +147,6 @@ def test_ratios_stand_below_plain_and_lines_of_the_last_run_count() -> None:
     ]
     assert cells(made["machine"]) == [["NVIDIA H200", "2.11.0", "13.0", "0.1.0", "10"]]
     assert _tables("steady", {"part": "chain", "taken_s": 3.0}) == {}
-
-
-def test_budget_tells_how_it_is_kept_to_and_beside_what() -> None:
-    ops = {**SPACED, "budget": 0.3, "recorder_s": 0.01, "spaced_reaches_peak": False, "least_bytes": 5}
-
-    _, regions_row, ops_row = cells(_tables("steady", KEEPS_ALL, SPACED, ops)["remat_gpt2"])
-
-    assert regions_row == ["0.5", "regions", "110.0", "13 of 24", "120.0", "**0.917**", "1", "1", "2"]
-    assert ops_row[:4] == ["0.3 (the least)", "single ops", "110.0", "13 of 24 (needs more)"]
-
-
-def test_what_costs_nothing_is_one_row_for_each_model() -> None:
-    made = _tables("steady", {**OFFLOAD, "ratio": 0.0, "step_s": 0.1, "to_plain": 1.0}, {**KEEPS_ALL, "to_plain": 1.004})
-
-    assert cells(made["nothing"]) == [["gpt2", "100.0", "100.0", "**1.000**", "100.0", "100.0", "**1.004**"]]
-
-
-@pytest.mark.parametrize("what", ["error", "refused", "skipped"])
-def test_what_was_not_measured_says_why(what: str) -> None:
-    (row,) = cells(_tables("steady", {**COMPILED, what: "no | budget"})["compiled"])
-
-    beside = "`Rematerialize`, beside 4 checkpointed blocks"
-    assert row == ["`torch.compile(block.forward)`", beside, f"{what}: no / budget", *["-"] * 6]
-
-
-@pytest.mark.parametrize(
-    ("more", "shown"),
-    [
-        ({"memkit_us_beyond": 100.0, "is_equal": {"memkit": True}}, ["**100.0**", "yes"]),
-        ({"memkit_us_beyond": 100.0, "is_equal": {"memkit": False}}, ["**100.0**", "no"]),
-        ({"is_equal": {"plain": True}}, ["**-**", "-"]),
-    ],
-)
-def test_missing_region_is_told_apart_from_one_with_other_bits(more: dict[str, Any], shown: list[str]) -> None:
-    assert cells(_tables("steady", {**REGION, **more})["region"])[0][-2:] == shown
 
 
 # Pictures

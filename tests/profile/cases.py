@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from memkit import profile_memory
 from memkit.profile import MemoryReport
@@ -36,6 +38,32 @@ class Function(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self.call(*args)
+
+
+class Holding(nn.Module):
+    """One function of a module, with what that holds, and of the inputs."""
+
+    def __init__(self, call: Callable[..., Any], **members: Any) -> None:
+        super().__init__()
+        self.call = call
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, *args: Any) -> Any:
+        return self.call(self, *args)
+
+
+class Ops(TorchDispatchMode):
+    """Lists the ops that run, with the tensors that they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        output = op(*args, **(kwargs or {}))
+        self.found.append((str(op), [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]))
+        return output
 
 
 class Biased(nn.Module):

@@ -4,68 +4,29 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.core.tensors import storage_bytes
 from memkit.device import CpuDevice
 from memkit.device.base import MemoryCounter
 from memkit.profile import AliveStorage, MemoryCategory, MemoryReport, Moment, Phase, StepMemory, tracker
-from tests.profile.traced import LlamaBlock, Weighted, profile
+from tests.models import CASES
+from tests.profile.cases import both
+from tests.profile.traced import Weighted, profile
 
-
-class Tied(nn.Module):
-    """A language model whose output weight is that of its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(512, 64)
-        self.block = LlamaBlock(64, 4)
-        self.head = nn.Linear(64, 512, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.block(self.embedding(tokens)))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
-
-
-STEPS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "resnet": lambda: (torchvision.models.resnet18(num_classes=10), torch.empty(4, 3, 64, 64)),
-    "transformer": lambda: (nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), torch.empty(4, 32, 64)),
-    "tied weights": lambda: (Tied(), torch.zeros(4, 32, dtype=torch.int64)),
-    "checkpoint": lambda: (Checkpointed(), torch.empty(32, 64)),
-    "lstm": lambda: (nn.LSTM(16, 32), torch.empty(8, 4, 16)),
-}
-
-
-def on_meta(name: str) -> tuple[nn.Module, Tensor]:
-    with torch.device("meta"):
-        return STEPS[name]()
+STEPS = ("resnet18", "transformer_encoder", "tied", "checkpoint_non_reentrant", "rnn_cell")
 
 
 @functools.cache
-def profiled(name: str, target: str) -> tuple[nn.Module, Tensor, MemoryReport]:
-    """Return a model, its input and the profile of them, which several tests look at."""
-    model, x = on_meta(name)
-    return model, x, profile(model, x, target=target)
+def profiled(name: str, target: str) -> tuple[nn.Module, list[Tensor], MemoryReport]:
+    """Return a model, its inputs and the profile of them, which several tests look at."""
+    model, inputs = CASES[name].model(), CASES[name].inputs()
+    return model, inputs, profile(model, *inputs, target=target)
 
 
 def memory_of(report: MemoryReport) -> StepMemory:
@@ -73,9 +34,7 @@ def memory_of(report: MemoryReport) -> StepMemory:
     return report.step_memory
 
 
-@pytest.mark.core(1)
-@pytest.mark.parametrize("target", ["cuda", "cpu"])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("name", "target"), [*((name, "cuda") for name in STEPS), ("transformer_encoder", "cpu")])
 def test_categories_add_up_to_the_trace_at_each_moment(name: str, target: str) -> None:
     _, _, report = profiled(name, target)
 
@@ -92,7 +51,7 @@ def test_categories_add_up_to_the_trace_at_each_moment(name: str, target: str) -
 
 @pytest.mark.parametrize("name", STEPS)
 def test_gradients_are_there_at_the_end_and_grow_from_the_backward(name: str) -> None:
-    model, x, report = profiled(name, "cpu")
+    model, inputs, report = profiled(name, "cpu")
 
     memory = memory_of(report)
 
@@ -103,7 +62,7 @@ def test_gradients_are_there_at_the_end_and_grow_from_the_backward(name: str) ->
     assert grads[-1] == storage_bytes(model.parameters())  # tied weights have one gradient
     assert memory.levels[MemoryCategory.PARAM] == (storage_bytes(model.parameters()),) * len(memory.moments)
     assert memory.levels[MemoryCategory.BUFFER][0] == storage_bytes(model.buffers())
-    assert memory.levels[MemoryCategory.INPUT][0] == storage_bytes([x])
+    assert memory.levels[MemoryCategory.INPUT][0] == storage_bytes(inputs)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -126,23 +85,8 @@ def test_activations_at_the_end_of_the_forward_are_those_of_the_table(name: str)
     assert found == table
 
 
-@pytest.mark.slow
-def test_profile_without_a_trace_tells_the_same() -> None:
-    model, x = on_meta("resnet")
-
-    plain = memory_of(memkit.profile_memory(model, x, backward=True, print_table=False))
-    traced = memory_of(profile(model, x))
-
-    assert plain.peak_bytes == traced.peak_bytes
-    assert plain.grouped_at(plain.peak) == traced.grouped_at(traced.peak)
-
-
 def test_run_with_data_tells_the_same() -> None:
-    torch.manual_seed(0)
-    model, x = Tied(), torch.zeros(4, 32, dtype=torch.int64)
-
-    real = memory_of(memkit.profile_memory(model, x, backward=True, print_table=False, warmup=0))
-    meta = memory_of(memkit.profile_memory(model, x, backward=True, print_table=False, device="meta", target="cpu"))
+    real, meta = map(memory_of, both(CASES["tied"].model(), *CASES["tied"].inputs(), backward=True))
 
     assert real.peak_bytes == meta.peak_bytes
     assert real.category_bytes(real.peak) == meta.category_bytes(meta.peak)
@@ -239,8 +183,7 @@ def test_nothing_ran() -> None:
 
 
 def test_plain_lists_and_back() -> None:
-    model, x = on_meta("tied weights")
-    report = profile(model, x)
+    _, _, report = profiled("tied", "cpu")
 
     again = MemoryReport.from_json(report.to_json())
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import save_on_cpu
 
 import memkit
 from memkit import profile_memory
 from memkit.device import CpuDevice, Device, ReferenceDevice
 from memkit.errors import ProfileError
-from memkit.profile import MemoryReport, find_report
+from memkit.profile import find_report
+from tests.profile.cases import Function
 
 
 def _message(raised: pytest.ExceptionInfo[BaseException]) -> str:
@@ -81,24 +81,34 @@ def test_no_grad_is_refused() -> None:
         profile_memory(LINEAR, X)
 
 
-def test_error_in_the_loss_says_so() -> None:
-    with pytest.raises(ZeroDivisionError) as raised:
-        profile_memory(nn.Identity(), torch.zeros(1), loss_fn=lambda _: 1 / 0)
+def _raise(error: Exception) -> Callable[..., Any]:
+    def raises(*_: object) -> None:
+        raise error
 
-    assert raised.value.__notes__ == ["memkit: raised in the loss"]
+    return raises
 
 
-def test_out_of_memory_says_where_and_what_helps() -> None:
-    class Greedy(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+@pytest.mark.parametrize(
+    ("error", "of_loss", "note"),
+    [
+        (ZeroDivisionError("mine"), True, "memkit: raised in the loss"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            False,
+            'memkit: out of memory in 0 (Function); the meta device needs none (device="meta", --device meta)',
+        ),
+        (ValueError("unknown column from the 'Meta' backend"), False, "memkit: raised in 0 (Function)"),
+    ],
+)
+def test_error_of_the_model_or_the_loss_stays_what_it_is_with_a_note(error: Exception, of_loss: bool, note: str) -> None:
+    model = nn.Sequential(nn.Identity() if of_loss else Function(_raise(error)))
 
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        profile_memory(nn.Sequential(Greedy()), torch.zeros(1))
+    with pytest.raises(type(error)) as raised:
+        profile_memory(model, torch.zeros(1), loss_fn=_raise(error) if of_loss else None)
 
-    assert raised.value.__notes__ == [
-        'memkit: out of memory in 0 (Greedy); the meta device needs none (device="meta", --device meta)'
-    ]
+    assert raised.value is error
+    assert raised.value.__notes__ == [note]
+    assert find_report("default") is None
 
 
 @pytest.mark.parametrize("loss", [lambda y: y, lambda y: 1.0, lambda y: None])
@@ -107,29 +117,16 @@ def test_backward_from_a_loss_that_is_no_number(loss: object) -> None:
         profile_memory(nn.Linear(2, 2), torch.zeros(3, 2), loss_fn=loss, backward=True)
 
 
-def test_report_is_filed_under_its_tag() -> None:
-    report = profile_memory(nn.Linear(2, 2), torch.zeros(1, 2), tag="mine", print_table=False)
-
-    assert find_report("mine") is report
-    assert find_report("default") is None
-
-
-def test_failed_profile_files_nothing() -> None:
-    with pytest.raises(RuntimeError):
-        profile_memory(nn.Linear(2, 2), torch.zeros(1, 3), print_table=False)
-
-    assert find_report("default") is None
-
-
-def test_table_is_printed_unless_it_is_not_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_filed_under_its_tag_and_printed_unless_that_is_not_wanted(capsys: pytest.CaptureFixture[str]) -> None:
     model, x = nn.Linear(2, 2), torch.zeros(1, 2)
 
     report = profile_memory(model, x)
     printed = capsys.readouterr().out
-    profile_memory(model, x, print_table=False)
+    mine = profile_memory(model, x, tag="mine", print_table=False)
 
     assert printed == str(report) + "\n"
     assert capsys.readouterr().out == ""
+    assert (find_report("mine"), find_report("default"), find_report("other")) == (mine, report, None)
 
 
 def test_keyword_arguments_and_nested_inputs_are_inputs() -> None:
@@ -146,23 +143,6 @@ def test_keyword_arguments_and_nested_inputs_are_inputs() -> None:
     assert report.modules[0].output_shapes == ((4,),)
 
 
-def test_model_without_tensors_runs_where_the_input_is() -> None:
-    report: MemoryReport = profile_memory(nn.ReLU(), torch.zeros(2), print_table=False)
-
-    assert report.run.device == "cpu"
-
-
-def test_a_real_error_that_speaks_of_meta_stays_what_it_is() -> None:
-    class Reads(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("unknown column from the 'Meta' backend")
-
-    with pytest.raises(ValueError, match="unknown column") as raised:
-        profile_memory(Reads(), torch.zeros(1))
-
-    assert raised.value.__notes__ == ["memkit: raised in (model) (Reads)"]
-
-
 def test_fingerprint_tells_models_apart() -> None:
     def fingerprint(model: nn.Module) -> str:
         return profile_memory(model, torch.zeros(1, 2), print_table=False).run.fingerprint
@@ -170,11 +150,12 @@ def test_fingerprint_tells_models_apart() -> None:
     assert fingerprint(nn.Linear(2, 2)) == fingerprint(nn.Linear(2, 2)) != fingerprint(nn.Linear(2, 3))
 
 
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), CpuDevice(), ReferenceDevice()])
-def test_device_may_be_the_one_that_the_model_is_on(device: str | torch.device | Device) -> None:
-    report = profile_memory(nn.Linear(4, 4), torch.randn(2, 4), device=device, print_table=False)
-
-    assert report.run.device == "cpu"
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu"), CpuDevice(), ReferenceDevice()])
+@pytest.mark.parametrize("model", [nn.Linear(4, 4), nn.ReLU()])
+def test_device_may_be_the_one_that_the_model_or_else_the_input_is_on(
+    model: nn.Module, device: str | torch.device | Device | None
+) -> None:
+    assert profile_memory(model, torch.randn(2, 4), device=device, print_table=False).run.device == "cpu"
 
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -192,7 +173,6 @@ AROUND: dict[str, tuple[Context, str]] = {
     "CPUOffload": (_offload, r'found CPUOffload \(tag "around"\) around it.*Profile the model outside of it'),
     "Rematerialize": (_remat, r'found Rematerialize \(tag "around"\) around it'),
     "save_on_cpu": (save_on_cpu, "found a pair of saved-tensor hooks .*save_on_cpu.* around it"),
-    "hooks of the user's": (lambda: saved_tensors_hooks(lambda x: x, lambda x: x), "found a pair of saved-tensor hooks"),
 }
 
 
@@ -230,15 +210,6 @@ def test_inside_of_a_context_is_refused(around: str, profile: Callable[[nn.Modul
         profile(nn.Linear(8, 8))
 
     assert memkit.profile.find_report("found") is None
-
-
-def test_inside_of_a_checkpointed_function_is_refused(profile: Callable[[nn.Module], memkit.profile.MemoryReport]) -> None:
-    def profiles(x: Tensor) -> Tensor:
-        profile(nn.Linear(8, 8))
-        return x
-
-    with pytest.raises(memkit.errors.ProfileError, match=r"found torch\.utils\.checkpoint around it"):
-        checkpoint(profiles, torch.ones(1, requires_grad=True), use_reentrant=False)
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

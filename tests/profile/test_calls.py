@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -11,43 +12,31 @@ from torch import Tensor, nn
 from memkit import profile_memory
 from memkit.profile import MemoryReport, ModuleRecord
 from tests.clock import set_clock
+from tests.profile.cases import Function, Holding
 
 
 def _rows(report: MemoryReport) -> dict[str, ModuleRecord]:
     return {row.fqn: row for row in report.modules}
 
 
-class _Raises(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise RuntimeError("bad luck")
+def _raise(*_: object) -> None:
+    raise RuntimeError("bad luck")
 
 
-class _Bad(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = _Raises()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+def _goes_on(self: Any, x: Tensor) -> Tensor:
+    with contextlib.suppress(RuntimeError):
+        x = self.bad(x)
+    return torch.tanh(self.good(x)).exp()
 
 
-class _Careful(nn.Module):
-    """Goes on after a module of its own failed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bad = _Bad()
-        self.good = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with contextlib.suppress(RuntimeError):
-            x = self.bad(x)
-        return torch.tanh(self.good(x)).exp()
+def _careful() -> nn.Module:
+    """Return a module that goes on after a module of its own failed."""
+    return Holding(_goes_on, bad=Holding(lambda self, x: self.inner(x), inner=Function(_raise)), good=nn.Linear(4, 4))
 
 
 @pytest.mark.parametrize("device", [None, "meta"])
 def test_caught_exceptions_close_their_calls(device: str | None) -> None:
-    report = profile_memory(_Careful(), torch.randn(2, 4), device=device, backward=True, print_table=False)
+    report = profile_memory(_careful(), torch.randn(2, 4), device=device, backward=True, print_table=False)
 
     rows = _rows(report)
     assert rows["bad"].self_bytes == rows["bad.inner"].self_bytes == 0
@@ -57,18 +46,13 @@ def test_caught_exceptions_close_their_calls(device: str | None) -> None:
 
 
 def test_the_module_that_raised_is_named_not_those_that_failed_before() -> None:
-    class Later(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.careful = _Careful()
-
-        def forward(self, x: Tensor) -> Tensor:
-            raise LookupError(self.careful(x).shape)
+    def later(self: Any, x: Tensor) -> Tensor:
+        raise LookupError(self.careful(x).shape)
 
     with pytest.raises(LookupError) as raised:
-        profile_memory(Later(), torch.randn(2, 4))
+        profile_memory(Holding(later, careful=_careful()), torch.randn(2, 4))
 
-    assert raised.value.__notes__ == ["memkit: raised in (model) (Later)"]
+    assert raised.value.__notes__ == ["memkit: raised in (model) (Holding)"]
 
 
 class _Recursive(nn.Module):
@@ -92,15 +76,9 @@ def test_modules_that_call_themselves_count_each_call_and_the_time_once(wrap: ob
 
 
 def test_modules_called_by_a_stranger_belong_to_their_own_row() -> None:
-    class Reaches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+    reaches = Holding(lambda self, x: self.block[1](x), block=nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block[1](x)
-
-    rows = _rows(profile_memory(Reaches(), torch.randn(4, requires_grad=True), print_table=False))
+    rows = _rows(profile_memory(reaches, torch.randn(4, requires_grad=True), print_table=False))
 
     assert rows["block.1"].self_bytes == rows["block"].activation_bytes == rows["(model)"].activation_bytes == 16
     assert rows["block"].num_calls == 0
@@ -119,11 +97,7 @@ def test_backward_time_belongs_to_the_module_that_made_the_operation(monkeypatch
             clock.sleep(2.0)
             return grad
 
-    class SlowBackward(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return Slow.apply(x)
-
-    model = nn.Sequential(nn.Linear(4, 4), SlowBackward(), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), Function(Slow.apply), nn.Linear(4, 4))
 
     rows = _rows(profile_memory(model, torch.randn(2, 4), backward=True, print_table=False))
 
@@ -132,12 +106,9 @@ def test_backward_time_belongs_to_the_module_that_made_the_operation(monkeypatch
 
 
 def test_peaks_are_of_the_call_not_of_what_was_there() -> None:
-    class Temporary(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            torch.zeros(1000)
-            return x * 2
+    temporary = Function(lambda x: x * (1 + torch.zeros(1000).dim()))
 
-    rows = _rows(profile_memory(nn.Sequential(nn.Sigmoid(), Temporary()), torch.randn(100), print_table=False))
+    rows = _rows(profile_memory(nn.Sequential(nn.Sigmoid(), temporary), torch.randn(100), print_table=False))
 
     assert rows["0"].peak_bytes == 400
     assert rows["1"].peak_bytes == 4000
@@ -164,49 +135,19 @@ def test_jagged_tensors_have_shapes_and_a_backward() -> None:
 
 
 def test_uses_during_the_forward_are_not_the_backwards() -> None:
-    class Penalty(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def penalty(x: Tensor) -> Tensor:
+        y = (x @ torch.ones(4, 4)).tanh()
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.sum() + grad.pow(2).sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x).tanh()
-            (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-            return y.sum() + grad.pow(2).sum()
-
-    report = profile_memory(Penalty(), torch.randn(2, 4, requires_grad=True), backward=True, print_table=False)
+    report = profile_memory(Function(penalty), torch.randn(2, 4, requires_grad=True), backward=True, print_table=False)
 
     assert all(record.needed_at_s is None or record.needed_at_s >= 0 for record in report.saved)
 
 
-def test_compiled_functions_inside_a_forward_are_marked() -> None:
-    class Holds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.function = torch.compile(self._function, backend="aot_eager", fullgraph=True)
-
-        def _function(self, x: Tensor) -> Tensor:
-            return self.linear(x).relu()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.function(x)
-
-    report = profile_memory(nn.Sequential(Holds()), torch.randn(2, 4), print_table=False)
-
-    assert report.marked("compiled") == ("0",)
-    assert report.activation_bytes > 0
-
-
-class _Unpacks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Take [batch, 3, height, width]."""
-        _, _, height, _ = x.shape
-        return self.stem(x)[..., :height]
+def _unpack(self: Any, x: Tensor) -> Tensor:
+    _, _, height, _ = x.shape
+    return self.stem(x)[..., :height]
 
 
 @pytest.mark.parametrize("device", [None, "meta"])
@@ -219,7 +160,7 @@ class _Unpacks(nn.Module):
         (nn.BatchNorm2d(3), (3, 8, 8), "(batch, 3, height, width)"),
         (nn.Linear(4, 4), (2, 3), "(..., 4)"),
         (nn.LayerNorm((2, 3)), (3,), "(..., 2, 3)"),
-        (_Unpacks(), (8, 8, 8), "(batch, 3, height, width)"),
+        (Holding(_unpack, stem=nn.Conv2d(3, 8, 3)), (8, 8, 8), "(batch, 3, height, width)"),
     ],
     ids=lambda given: type(given).__name__ if isinstance(given, nn.Module) else None,
 )

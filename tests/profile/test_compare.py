@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,13 +29,14 @@ class Blocks(nn.Module):
         return x
 
 
-def report(*, checkpointed: bool, **options: Any) -> MemoryReport:
+@functools.cache
+def report(*, checkpointed: bool, optimizer: str | None = "adamw") -> MemoryReport:
     with torch.device("meta"):
         model, x = Blocks(checkpointed=checkpointed), torch.empty(4096, 256)
-    return memkit.profile_memory(model, x, print_table=False, **{"optimizer": "adamw", **options})
+    return memkit.profile_memory(model, x, print_table=False, optimizer=optimizer)
 
 
-def test_checkpoints_have_helped() -> None:
+def test_checkpoints_have_helped_and_parts_at_the_peak_add_up() -> None:
     before, after = report(checkpointed=False), report(checkpointed=True)
 
     found = before.compare(after)
@@ -51,26 +52,21 @@ def test_checkpoints_have_helped() -> None:
     assert rows["... optimizer states"][2] == "+0.0"
     assert rows["... activations"][2].startswith("-")
     assert rows["saved activations"][0] == f"{before.activation_bytes / MIB:.2f}"
+    parts = [figure for figure in found.figures if figure.name.startswith("... ")]
+    assert sum(figure.before or 0 for figure in parts) == found.peak.before
+    assert sum(figure.after or 0 for figure in parts) == found.peak.after
+    for width in (40, 80):
+        assert max(map(len, found.to_text(width=width).splitlines())) <= width
 
 
-def test_the_other_way_round_it_did_not_help() -> None:
-    assert str(report(checkpointed=True).compare(report(checkpointed=False))).startswith("It did not help: ")
-
-
-def test_the_same_made_no_difference() -> None:
-    same = report(checkpointed=False)
-
-    assert str(same.compare(same)).startswith("It made no difference: the peak of the step went from")
-
-
-def test_parts_at_the_peak_add_up() -> None:
+def test_the_same_made_no_difference_and_the_other_way_round_it_did_not_help() -> None:
     before, after = report(checkpointed=False), report(checkpointed=True)
 
-    figures = before.compare(after).figures
-
-    parts = [figure for figure in figures if figure.name.startswith("... ")]
-    assert sum(figure.before or 0 for figure in parts) == figures[0].before
-    assert sum(figure.after or 0 for figure in parts) == figures[0].after
+    assert str(after.compare(before)).startswith("It did not help: ")
+    assert str(before.compare(before)).startswith("It made no difference: the peak of the step went from")
+    assert report(checkpointed=False, optimizer=None).compare(after).peak.name == "peak of the forward"
+    with pytest.raises(TypeError, match=r"or with what memkit\.stats returns; found int"):
+        before.compare(3)
 
 
 def test_times_are_compared_where_both_were_taken() -> None:
@@ -87,24 +83,6 @@ def test_times_are_compared_where_both_were_taken() -> None:
     assert f"forward and backward take {found.time.after / found.time.before:.2f} times as long" in str(found)
 
 
-def test_forwards_are_compared_by_their_peaks() -> None:
-    before = report(checkpointed=False, optimizer=None)
-
-    found = before.compare(report(checkpointed=True))
-
-    assert found.peak.name == "peak of the forward"
-
-
-def test_what_a_budget_has_taken() -> None:
-    before = report(checkpointed=False)
-    taken = SimpleNamespace(step_peak_bytes=10 * MIB, step_s=0.12, plain_s=0.1)
-
-    found = before.compare(taken)
-
-    assert (found.peak.before, found.peak.after) == (before.step_peak_bytes, 10 * MIB)
-    assert "forward and backward take 1.20 times as long" in str(found)
-
-
 def test_stats_of_memkit_are_taken() -> None:
     device = memkit.device.ReferenceDevice()
     model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(256, 64)
@@ -114,20 +92,9 @@ def test_stats_of_memkit_are_taken() -> None:
             output = model(x)
         output.sum().backward()
         model.zero_grad()
+    stats = replace(memkit.stats("compared"), step_s=0.12, plain_s=0.1)
 
-    found = before.compare(memkit.stats("compared"))
+    found = before.compare(stats)
 
-    assert found.peak.before == before.step_peak_bytes
-    assert found.peak.after == memkit.stats("compared").step_peak_bytes
-
-
-def test_what_cannot_be_compared() -> None:
-    with pytest.raises(TypeError, match=r"or with what memkit\.stats returns; found int"):
-        report(checkpointed=False).compare(3)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("width", [40, 80])
-def test_text_fits(width: int) -> None:
-    text = report(checkpointed=False).compare(report(checkpointed=True)).to_text(width=width)
-
-    assert max(map(len, text.splitlines())) <= width
+    assert (found.peak.before, found.peak.after) == (before.step_peak_bytes, stats.step_peak_bytes)
+    assert "forward and backward take 1.20 times as long" in str(found)

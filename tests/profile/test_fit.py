@@ -13,7 +13,7 @@ from torch import nn
 
 import memkit
 from memkit.plan import find_gpu
-from memkit.profile import Fit, MemoryReport
+from memkit.profile import MemoryReport
 
 MIB = 2**20
 
@@ -116,14 +116,6 @@ def test_states_that_do_not_fit_may_leave(stateful: MemoryReport) -> None:
         "288 MiB of the GPU are room for those on their way. By comparison: recomputing and offloading alone "
         '(memkit.MemoryBudget("4GiB")) does not reach it'
     )
-
-
-def test_states_that_leave_are_compared_where_activations_may_as_well(stateful: MemoryReport) -> None:
-    fit = stateful.fit_in("5GiB")
-
-    assert fit.feature is not None
-    assert fit.feature.feature == 'memkit.MemoryBudget("5GiB")'
-    assert re.search(r"moving optimizer states alone \(memkit.StateOffload\(optimizer\)\) [\d.]+ times\.$", str(fit))
 
 
 def test_part_of_the_states_may_stay_where_there_is_room() -> None:
@@ -244,16 +236,6 @@ def test_run_with_data_is_fitted_by_a_trace_without() -> None:
     assert report.forward_s is not None
     assert report.fit is not None
     assert report.fit.fits_as_it_is
-
-
-def test_fit_goes_with_the_report() -> None:
-    report = step(fit="2GiB", gpu="H100")
-
-    again = MemoryReport.from_json(report.to_json())
-
-    assert again.fit == report.fit
-    assert isinstance(again.fit, Fit)
-    assert again == report
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,14 @@ GROUPED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {  # the second wi
 }
 
 
-@pytest.mark.core(2)  # 24 of 72
-@pytest.mark.parametrize("other", [None, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [
+        *((dtype, None) for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in DTYPE_PAIRS),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", GROUPED)
 def test_grouped_products_are_those_of_the_cpu(name: str, dtype: torch.dtype, other: torch.dtype | None) -> None:
     """Experts of a mixture: sizes, strides and refusals are the same for each dtype, in the backward as well."""

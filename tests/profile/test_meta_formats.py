@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit import profile_memory
 from tests.profile.calls import FORMAT_CALLS, FORMAT_INPUTS, channels_last
-from tests.profile.cases import Function, both, saved
+from tests.profile.cases import Function, Ops, both, saved
 
 pytestmark = pytest.mark.slow
 
@@ -20,39 +20,29 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMAT_INPUTS)
 @pytest.mark.parametrize("name", FORMAT_CALLS)
 def test_outputs_have_the_strides_that_the_cpu_gives_them(name: str, kind: str) -> None:
-    _assert_same_strides(FORMAT_CALLS[name], FORMAT_INPUTS[kind](torch.randn(2, 4, 6, 6)))
+    call, x = FORMAT_CALLS[name], FORMAT_INPUTS[kind](torch.randn(2, 4, 6, 6))
+
+    assert _layout(call, x, "cpu") == _layout(call, x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name in FORMAT_CALLS if name.startswith("conv")])
 def test_convolutions_of_other_dtypes_have_the_strides_that_the_cpu_gives_them(name: str, dtype: torch.dtype) -> None:
     for kind in ("channels_last", "one_channels_last"):
-        _assert_same_strides(FORMAT_CALLS[name], FORMAT_INPUTS[kind](torch.randn(2, 4, 6, 6, dtype=dtype)))
+        call, x = FORMAT_CALLS[name], FORMAT_INPUTS[kind](torch.randn(2, 4, 6, 6, dtype=dtype))
+        assert _layout(call, x, "cpu") == _layout(call, x)
 
 
-def _assert_same_strides(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    found: list[object] = []
-
-    def call(x: Tensor) -> Tensor:
-        output = function(x)
-        found.append((output.shape, output.stride(), output.dtype))
-        return output
-
-    call(x)
-    profile_memory(Function(call), x, device="meta", target="cpu", print_table=False)
-
-    assert found[1] == found[0]
-
-
-def _strides(call: Callable[[Tensor], Tensor], x: Tensor) -> tuple[int, ...]:
-    found = []
+def _layout(call: Callable[[Tensor], Tensor], x: Tensor, target: str | None = None) -> tuple[Any, ...]:
+    """Return shape, strides and dtype of what a function returns, with data or as a target would run it."""
+    found: list[tuple[Any, ...]] = []
 
     def note(x: Tensor) -> Tensor:
         output = call(x)
-        found.append(output.stride())
+        found.append((output.shape, output.stride(), output.dtype))
         return output
 
-    profile_memory(Function(note), x, device="meta", target="cuda", print_table=False)
+    note(x) if target is None else profile_memory(Function(note), x, device="meta", target=target, print_table=False)
     return found[0]
 
 
@@ -81,9 +71,7 @@ def _strides(call: Callable[[Tensor], Tensor], x: Tensor) -> tuple[int, ...]:
 def test_cuda_keeps_channels_last_where_its_kernels_do(name: str, kind: str, dtype: torch.dtype, keeps: bool) -> None:
     x = FORMAT_INPUTS[kind](torch.randn(2, 4, 6, 6, dtype=dtype))
 
-    strides = _strides(FORMAT_CALLS[name], x)
-
-    assert (strides[1] == 1) is keeps
+    assert (_layout(FORMAT_CALLS[name], x, "cuda")[1][1] == 1) is keeps
 
 
 class Copies(nn.Module):
@@ -127,33 +115,10 @@ def test_batch_norm_of_cudnn_saves_a_copy_without_gaps() -> None:
     assert meta.input_bytes == 0
 
 
-def test_log_sigmoid_of_cuda_saves_no_buffer() -> None:
-    x = torch.randn(100, requires_grad=True)
-
-    real, cpu = both(Function(functional.logsigmoid), x)
-    cuda = profile_memory(Function(functional.logsigmoid), x, device="meta", print_table=False)
-
-    assert saved(cpu) == saved(real)
-    assert cuda.activation_bytes == x.nbytes
-    assert cpu.activation_bytes == 2 * x.nbytes
-
-
-class _Backends(TorchDispatchMode):
-    """Lists the operations that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.found.append(str(op))
-        return op(*args, **(kwargs or {}))
-
-
 def test_nothing_is_computed_to_find_a_format() -> None:
     x = channels_last(torch.randn(2, 4, 6, 6, 6))
 
-    with _Backends() as backends:
+    with Ops() as ops:
         profile_memory(nn.Conv3d(4, 4, 3), x, device="meta", target="cpu", print_table=False)
 
-    assert not [name for name in backends.found if "mkldnn" in name or "slow_conv" in name]
+    assert not [name for name, _ in ops.found if "mkldnn" in name or "slow_conv" in name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -33,24 +32,9 @@ def test_json_and_its_file_bring_back_the_same_report(report: MemoryReport, tmp_
     assert MemoryReport.from_json(bare.to_json()) == bare
 
 
-def test_file_that_is_no_report_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("hello")
-
-    with pytest.raises(ReportFormatError, match=r"notes\.txt' is not a memkit report"):
-        MemoryReport.from_json(path)
-    with pytest.raises(FileNotFoundError):
-        MemoryReport.from_json(tmp_path / "none.json")
-
-
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda report: pickle.loads(pickle.dumps(report))])
 def test_reports_can_be_copied(report: MemoryReport, how: object) -> None:
     assert how(report) == report
-
-
-def test_reports_do_not_change(report: MemoryReport) -> None:
-    with pytest.raises(FrozenInstanceError):
-        report.tag = "other"
 
 
 def _changed(report: MemoryReport, **changes: object) -> str:
@@ -61,9 +45,6 @@ def _changed(report: MemoryReport, **changes: object) -> str:
     ("text", "message"),
     [
         ("", "is not a memkit report: it is not JSON"),
-        ("[1, 2]", 'it has no "schema": "memkit.MemoryReport"'),
-        ('{"schema": "other"}', 'it has no "schema": "memkit.MemoryReport"'),
-        ('{"schema": "memkit.MemoryReport"}', '"schema_version" must be a whole number from 1 on; found None'),
         ('{"schema": "memkit.MemoryReport", "schema_version": 3}', "has schema version 3; this memkit reads versions up to 2"),
         ('{"schema": "memkit.MemoryReport", "schema_version": 1}', "is not a whole memkit report: KeyError: 'tag'"),
     ],
@@ -80,12 +61,6 @@ def test_text_that_is_no_report(text: str, message: str) -> None:
 def test_damaged_report(report: MemoryReport, changes: dict[str, object]) -> None:
     with pytest.raises(ReportFormatError, match="not a whole memkit report"):
         MemoryReport.from_json(_changed(report, **changes))
-
-
-def test_unaccounted_closes_the_sum(report: MemoryReport) -> None:
-    kept = report.activation_bytes - report.input_bytes + report.param_cast_bytes
-
-    assert report.before_bytes + kept + report.unaccounted_bytes == report.forward_peak_bytes
 
 
 def test_times_of_children_fit_into_their_parent(report: MemoryReport) -> None:

@@ -32,7 +32,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "segments": lambda: Stack(run=RUNS["segments"]),
     "reused": lambda: Stack(run=RUNS["reused"]),
 }
-NAMES = [name if name in ("linear", "segments") else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+RATIOS = [(name, (0.5, 1.0)[number % 2]) for number, name in enumerate(MODELS)]
 
 
 def trained_as(train: str, model: nn.Module) -> nn.Module:
@@ -77,11 +77,8 @@ def host_copies(offload: memkit.LayerOffload) -> set[int]:
     return {id(item.parameter) for chunk in offload._chunks for item in chunk.parameters}
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("ratio", [0.5, 1.0])
-@pytest.mark.parametrize("train", ["frozen", "host"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("train", "backward"), [("frozen", False), ("host", True)])
+@pytest.mark.parametrize(("name", "ratio"), RATIOS)
 def test_saves_are_those_of_the_plain_model(name: str, train: str, ratio: float, backward: bool, device: Device) -> None:
     model = trained_as(train, MODELS[name]()).to(device.torch_device)
     batch = inputs(device, 1)[0].requires_grad_()
@@ -97,10 +94,8 @@ def test_saves_are_those_of_the_plain_model(name: str, train: str, ratio: float,
         assert offload.stats().num_overflows == 0
 
 
-@pytest.mark.covering(2)
 @pytest.mark.parametrize("target", [None, "cpu", "cuda"])
-@pytest.mark.parametrize("ratio", [0.5, 1.0])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "ratio"), RATIOS)
 def test_peaks_are_those_of_the_plain_model_less_weights_plus_slots(name: str, ratio: float, target: str | None) -> None:
     device, rounding = ReferenceDevice(), 512 if target == "cuda" else 1
     model = trained_as("frozen", MODELS[name]())
@@ -144,8 +139,7 @@ def test_counter_of_the_device_sees_weights_on_the_device_and_slots() -> None:
         assert abs(found - (plain - report.host_param_bytes + report.slot_bytes)) < report.slot_bytes / 4
 
 
-@pytest.mark.parametrize("train", ["frozen", "host"])
-@pytest.mark.parametrize("ratio", [0.5, 1.0])
+@pytest.mark.parametrize(("train", "ratio"), [("frozen", 0.5), ("host", 1.0)])
 def test_without_data_it_is_that_of_the_plain_model(ratio: float, train: str, device: Device) -> None:
     model = trained_as(train, Stack()).to(device.torch_device)
     batch, backward = inputs(device, 1)[0], train == "frozen"
@@ -193,10 +187,10 @@ def test_smallest_budget_is_that_of_the_plain_model(ratio: float) -> None:
         assert memkit.Rematerialize.min_budget(model, batch, target="cpu", min_bytes=0) == expected > 0
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("ratio", [0.5, 1.0])
-@pytest.mark.parametrize("train", ["frozen", "host"])
+@pytest.mark.parametrize(
+    ("train", "ratio", "backward"),
+    [("frozen", 0.5, False), ("frozen", 1.0, True), ("host", 0.5, True), ("host", 1.0, False)],
+)
 def test_training_goes_on_as_without_a_profile(train: str, ratio: float, backward: bool, device: Device) -> None:
     model = trained_as(train, Stack()).to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)

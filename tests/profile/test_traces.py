@@ -7,16 +7,17 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit import profile_memory
 from memkit.errors import ProfileError
 from tests.models import CASES, ConvNet
+from tests.profile.cases import Function, Holding, Ops
 
 pytestmark = pytest.mark.slow
 
@@ -30,21 +31,16 @@ def _hooks_of(model: nn.Module) -> int:
     )
 
 
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
 def _state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-class _Fails(nn.Module):
-    """Raises in its forward, or in the backward."""
-
-    def __init__(self, *, in_backward: bool) -> None:
-        super().__init__()
-        self.in_backward = in_backward
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.in_backward:
-            raise LookupError("no such thing")
-        return _FailsBackward.apply(x)
+def _fail(*_: object) -> None:
+    raise LookupError("no such thing")
 
 
 class _FailsBackward(torch.autograd.Function):
@@ -54,7 +50,7 @@ class _FailsBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        raise LookupError("no such thing")
+        _fail()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -62,7 +58,7 @@ class _FailsBackward(torch.autograd.Function):
 def test_model_is_as_it_was(device: str | None, outcome: str) -> None:
     model = nn.Sequential(ConvNet(inplace=True), nn.Dropout(0.5))
     if outcome != "success":
-        model.append(_Fails(in_backward=outcome == "backward fails"))
+        model.append(Function(_FailsBackward.apply if outcome == "backward fails" else _fail))
     model[1].eval()
     x = torch.randn(2, 3, 8, 8, requires_grad=True)
     model(x).sum().backward() if outcome == "success" else None
@@ -97,59 +93,41 @@ def test_leaves_that_are_no_parameters_get_no_gradient() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_random_states_go_on_as_without(device: str | None) -> None:
-    class Random(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.generator = torch.Generator().manual_seed(3)
+    numpy = pytest.importorskip("numpy")
 
-        def forward(self, x: Tensor) -> Tensor:
-            torch.rand(1, generator=self.generator)
-            return nn.functional.dropout(x * random.random(), 0.5) + torch.rand(1)
+    def draw(self: Any, x: Tensor) -> Tensor:
+        torch.rand(1, generator=self.generator)
+        return nn.functional.dropout(x * random.random(), 0.5) + torch.rand(1) * float(numpy.random.rand())
 
-    model = Random()
-    random.seed(5)
-    torch.manual_seed(5)
-    expected = (random.random(), torch.rand(1), torch.rand(1, generator=model.generator))
-    random.seed(5)
-    torch.manual_seed(5)
-    model.generator.manual_seed(3)
+    model: Any = Holding(draw, generator=torch.Generator())
+
+    def seed() -> None:
+        for set_seed in (random.seed, torch.manual_seed, numpy.random.seed):
+            set_seed(5)
+        model.generator.manual_seed(3)
+
+    def drawn() -> tuple[Any, ...]:
+        return random.random(), torch.rand(1), torch.rand(1, generator=model.generator), numpy.random.rand()
+
+    seed()
+    expected = drawn()
+    seed()
 
     profile_memory(model, torch.randn(4, generator=torch.Generator()), device=device, print_table=False)
 
-    assert (random.random(), torch.rand(1), torch.rand(1, generator=model.generator)) == expected
-
-
-def test_numpy_goes_on_as_without() -> None:
-    numpy = pytest.importorskip("numpy")
-
-    class Random(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * float(numpy.random.rand())
-
-    numpy.random.seed(1)
-    expected = numpy.random.rand()
-    numpy.random.seed(1)
-    profile_memory(Random(), torch.randn(4), print_table=False)
-
-    assert numpy.random.rand() == expected
+    assert drawn() == expected
 
 
 def test_passes_see_the_same_model() -> None:
     counts: list[int] = []
 
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = 0
-            self.register_buffer("total", torch.zeros(1))
+    def count(self: Any, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.total = self.total + 1
+        counts.append((self.calls, int(self.total)))
+        return x * 2
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            self.total = self.total + 1
-            counts.append((self.calls, int(self.total)))
-            return x * 2
-
-    model = Counts()
+    model: Any = Holding(count, calls=0, total=nn.Buffer(torch.zeros(1)))
     total = model.total
     profile_memory(model, torch.randn(4), warmup=2, print_table=False)
 
@@ -188,30 +166,18 @@ def test_graph_that_the_user_holds_still_works() -> None:
     ],
 )
 def test_what_is_written_and_not_put_back_is_reported(write: Callable[..., object], named: str) -> None:
-    class Codebook(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.codes = nn.Parameter(torch.randn(4), requires_grad=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            write(self, x)
-            return x * self.codes
+    codebook = Holding(lambda self, x: (write(self, x), x * self.codes)[1], codes=_frozen(torch.randn(4)))
 
     with pytest.warns(UserWarning, match=f"the forward wrote to {named}, and profile_memory"):
-        profile_memory(Codebook(), torch.randn(4), print_table=False)
+        profile_memory(codebook, torch.randn(4), print_table=False)
 
 
 def test_parameters_that_get_other_bytes_get_theirs_back() -> None:
-    class Momentum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+    def decay(self: Any, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data * 0.9
+        return x * self.weight
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.weight.data = self.weight.data * 0.9
-            return x * self.weight
-
-    model = Momentum()
+    model: Any = Holding(decay, weight=_frozen(torch.ones(4)))
     profile_memory(model, torch.randn(4), print_table=False)
 
     assert torch.equal(model.weight, torch.ones(4))
@@ -219,21 +185,14 @@ def test_parameters_that_get_other_bytes_get_theirs_back() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_lists_and_plain_tensors_are_as_they_were(device: str | None) -> None:
-    class Keeps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.outputs: list[Tensor] = []
-            self.named: dict[str, Tensor] = {}
-            self.count = torch.zeros(1)
+    def keep(self: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        self.outputs.append(y)
+        self.named["y"] = self.cache = y
+        self.count.add_(1)
+        return torch.cat(self.outputs).tanh()
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = x.exp()
-            self.outputs.append(y)
-            self.named["y"] = self.cache = y
-            self.count.add_(1)
-            return torch.cat(self.outputs).tanh()
-
-    model = Keeps()
+    model: Any = Holding(keep, outputs=[], named={}, count=torch.zeros(1))
     report = profile_memory(model, torch.randn(4, requires_grad=True), device=device, warmup=2, print_table=False)
 
     assert (model.outputs, model.named, float(model.count), hasattr(model, "cache")) == ([], {}, 0.0, False)
@@ -241,32 +200,21 @@ def test_lists_and_plain_tensors_are_as_they_were(device: str | None) -> None:
 
 
 def test_containers_of_the_caller_are_as_they_were() -> None:
-    class Appends(nn.Module):
-        def forward(self, batch: dict[str, Tensor]) -> Tensor:
-            batch["y"] = batch["x"].exp()
-            return batch["y"]
-
     batch = {"x": torch.randn(4, requires_grad=True)}
-    profile_memory(Appends(), batch, print_table=False)
+    profile_memory(Function(lambda batch: batch.setdefault("y", batch["x"].exp())), batch, print_table=False)
 
     assert list(batch) == ["x"]
 
 
 def test_buffers_of_every_kind_are_put_back() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("wide", torch.ones(1, 4).expand(3, 4))
-            self.register_buffer("queue", torch.zeros(2))
-            with torch.inference_mode():
-                self.register_buffer("frozen", torch.ones(2))
-            self.norm = nn.BatchNorm1d(4)
+    def grow(self: Any, x: Tensor) -> Tensor:
+        self.queue.data = torch.cat([self.queue, self.queue + 1])
+        return self.norm(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.queue.data = torch.cat([self.queue, self.queue + 1])
-            return self.norm(x)
-
-    model = Odd()
+    wide, queue = nn.Buffer(torch.ones(1, 4).expand(3, 4)), nn.Buffer(torch.zeros(2))
+    model = Holding(grow, wide=wide, queue=queue, norm=nn.BatchNorm1d(4))
+    with torch.inference_mode():
+        model.register_buffer("frozen", torch.ones(2))
     state = _state(model)
 
     profile_memory(model, torch.randn(3, 4), print_table=False)
@@ -305,34 +253,11 @@ def test_steps_in_the_backward_are_refused() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_model_is_let_go(device: str | None) -> None:
-    case = CASES["transformer_encoder"]
-    model = case.model()
-    params = [weakref.ref(param) for param in model.parameters()]
-    gc.collect()
-    gc.disable()
-    try:
-        profile_memory(model, *case.inputs(), device=device, backward=True, print_table=False)
-        del model
-        assert [reference for reference in params if reference() is not None] == []
-    finally:
-        gc.enable()
-
-
-def test_one_shot_hooks_of_the_user_are_not_used_up() -> None:
-    model = nn.Linear(4, 4)
-    handle = model.register_forward_hook(lambda *_: handle.remove())
-
-    profile_memory(model, torch.randn(2, 4), print_table=False)
-
-    assert len(model._forward_hooks) == 1
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["resnet18", "checkpoint_reentrant", "checkpoint_non_reentrant", "functional"])
-def test_nothing_of_the_run_stays_alive(name: str, device: str | None) -> None:
+def test_nothing_of_the_run_and_of_the_model_stays_alive(name: str, device: str | None) -> None:
     case = CASES[name]
     model = case.model()
+    params = [weakref.ref(param) for param in model.parameters()]
     alive: list[weakref.ref[torch.UntypedStorage]] = []
     for module in model.modules():
         module.register_forward_hook(
@@ -346,26 +271,21 @@ def test_nothing_of_the_run_stays_alive(name: str, device: str | None) -> None:
         profile_memory(model, *case.inputs(), device=device, backward=True, print_table=False)
         assert alive
         assert [reference for reference in alive if reference() is not None] == []
+        del model, module
+        assert [reference for reference in params if reference() is not None] == []
     finally:
         gc.enable()
 
 
 def test_autocast_cache_is_left_empty() -> None:
-    class Casts(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            Casts.count += op is torch.ops.aten._to_copy.default
-            return op(*args, **(kwargs or {}))
-
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
 
     with torch.autocast("cpu", torch.bfloat16):
         profile_memory(model, x, print_table=False)
-        with Casts():
+        with Ops() as ops:
             model(x)
 
-    assert Casts.count == 3  # input, weight and bias: none was found ready
+    assert [name for name, _ in ops.found].count("aten._to_copy.default") == 3  # input, weight and bias: none was found ready
 
 
 def test_users_hooks_run_and_stay() -> None:
@@ -373,8 +293,9 @@ def test_users_hooks_run_and_stay() -> None:
     model = nn.Linear(4, 4)
     model.register_forward_pre_hook(lambda *_: calls.append("pre"))
     model.register_forward_hook(lambda *_: calls.append("post"))
+    handle = model.register_forward_hook(lambda *_: handle.remove())  # and is not used up
 
     profile_memory(model, torch.randn(2, 4), warmup=0, print_table=False)
 
     assert calls == ["pre", "post"] * 3
-    assert _hooks_of(model) == 2
+    assert _hooks_of(model) == 3

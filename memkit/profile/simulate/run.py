@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from memkit.core.tensors import storage_key, unique_storages
 from memkit.errors import DataDependentError, ProfileError
 from memkit.profile.calls import CallStack, Gauge
 from memkit.profile.simulate import META
-from memkit.profile.simulate.target import MixedDtypesError, TargetKernels, TargetMode
+from memkit.profile.simulate.target import MixedDtypesError, TargetMode, run_as_on
 from memkit.profile.step import ProfiledStep, preserved, say_where
 from memkit.profile.tree import ModuleTree
 
@@ -94,8 +95,9 @@ def _is_small_integer(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MAX_CONSTANT_NUMEL
 
 
-class MixedDevices(Mode):
-    """Lets tensors with data and tensors without meet in an operation, as they would on one device.
+class TargetOps(Mode):
+    """Runs operations as a target would, and lets tensors with data and tensors without meet in them, as they would on one
+    device.
 
     A constant that the forward makes on the CPU, or the labels in a loss, are replaced by their twins. The other way round,
     small integer and boolean constants that the forward asks for on the meta device (positions, masks) do get data: models
@@ -116,7 +118,9 @@ class MixedDevices(Mode):
     def __torch_dispatch__(
         self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        return run_as_on(self._target, op, args, kwargs or {}, partial(self._run, op))
+
+    def _run(self, op: OpOverload, kernel: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in torch_private.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, Tensor)]
         with_data = [tensor for tensor in tensors if not tensor.is_meta]
         if len(with_data) == len(tensors):
@@ -125,7 +129,7 @@ class MixedDevices(Mode):
             if torch_private.schema_of(op).is_mutable:
                 self._unknown.update(unique_storages(with_data))
             args, kwargs = MetaTwins().of_tree((args, kwargs))
-        return op(*args, **kwargs)
+        return kernel(*args, **kwargs)
 
     def _with_data(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], inputs: list[Tensor]) -> Any:
         """Run an operation none of whose inputs is on the meta device; keep a constant that it would put there on the CPU."""
@@ -202,8 +206,7 @@ def as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callable
         owners_set_aside(),
         closing(TargetMode(target, backend_dependent=note_backend_dependent)) as mode,
         mode,
-        MixedDevices(target),
-        TargetKernels(target),
+        TargetOps(target),
         warnings.catch_warnings(),
     ):
         # Autocast for CUDA turns itself off, with no more than a warning, on a machine without.

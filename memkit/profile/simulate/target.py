@@ -21,7 +21,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from memkit.core import torch_private
-from memkit.core.modes import Mode
 from memkit.profile.simulate.attention import fused_broadcast_heads, fused_take_three_dims, scaled_dot_product_attention
 from memkit.profile.tree import dtype_name
 
@@ -257,28 +256,16 @@ Outputs = Any  # a tensor, or several
 Fix = Callable[..., Outputs]
 
 
-class TargetKernels(Mode):
-    """Gives outputs the memory format and the dtypes that they have on `target`, and refuses what `target` refuses.
-
-    Statistics of normalizations that the target does not keep become empty.
-    """
-
-    def __init__(self, target: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self._target = target
-        self._rules = _CUDA_RULES if target == "cuda" else _CPU_RULES
-
-    def __torch_dispatch__(
-        self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        check_dtypes(op, args, self._target)
-        place = _CLASSES_AT.get(op)
-        if place is not None and args[place].dtype is torch.uint8:
-            args = (*args[:place], args[place].long(), *args[place + 1 :])
-        kernel: Callable[..., Any] = _OWN_KERNELS.get(op, op)
-        outputs = kernel(*args, **(kwargs or {}))
-        rule = self._rules.get(op)
-        return outputs if rule is None else rule(outputs, *args)
+def run_as_on(target: str, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Outputs]) -> Outputs:
+    """Run an op by `run(kernel, args, kwargs)`, unless a target refuses it, and give its outputs the memory format and dtypes
+    that they have there. Statistics of normalizations that the target does not keep become empty."""
+    check_dtypes(op, args, target)
+    place = _CLASSES_AT.get(op)
+    if place is not None and args[place].dtype is torch.uint8:
+        args = (*args[:place], args[place].long(), *args[place + 1 :])
+    outputs = run(_OWN_KERNELS.get(op, op), args, kwargs)
+    rule = _RULES[target].get(op)
+    return outputs if rule is None else rule(outputs, *args)
 
 
 def format_of(tensor: Tensor) -> torch.memory_format:
@@ -365,15 +352,6 @@ def uses_cudnn_batch_norm(tensor: Tensor, weight: Tensor | None) -> bool:
     )
 
 
-def _log_sigmoid_cpu(outputs: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
-    return tuple(_contiguous(output) for output in outputs)
-
-
-def _log_sigmoid_cuda(outputs: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
-    # The buffer is for the CPU's backward.
-    return (outputs[0], tensor.new_empty(0))
-
-
 def _dtype_beside(tensor: Tensor, *parameters: Tensor | None) -> torch.dtype:
     """Return the dtype of statistics: the input's, but float32 for half precision with float32 parameters ("mixed")."""
     beside = next((parameter.dtype for parameter in parameters if parameter is not None), tensor.dtype)
@@ -423,17 +401,17 @@ _CPU_RULES: dict[OpOverload, Fix] = {
     _aten.native_batch_norm.default: _batch_norm_cpu,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_layer_norm.default: _layer_norm_cpu,
-    _aten.log_sigmoid_forward.default: _log_sigmoid_cpu,
+    _aten.log_sigmoid_forward.default: lambda outputs, *_: tuple(map(_contiguous, outputs)),
     **dict.fromkeys(_KEEP_THE_FORMAT, _as_first),
 }
 _CUDA_RULES: dict[OpOverload, Fix] = {
     _aten.convolution.default: _convolution_cuda,
     _aten.native_batch_norm.default: _batch_norm_cuda,
     _aten.native_group_norm.default: _group_norm,
-    _aten.log_sigmoid_forward.default: _log_sigmoid_cuda,
+    _aten.log_sigmoid_forward.default: lambda outputs, tensor: (outputs[0], tensor.new_empty(0)),  # no buffer for the backward
     **dict.fromkeys(_KEEP_THE_FORMAT, _contiguous),
 }
-
+_RULES = {"cpu": _CPU_RULES, "cuda": _CUDA_RULES}
 
 Operation = Callable[..., Any]
 
@@ -497,15 +475,8 @@ class TargetMode(TorchFunctionMode):
         if name == "pad":
             return self._pad
         if name in BACKEND_DEPENDENT:
-            return self._marked(function)
+            return lambda *args, **kwargs: (self._backend_dependent(), function(*args, **kwargs))[1]
         return _REPLACED[self._target].get(name, function)
-
-    def _marked(self, function: Operation) -> Operation:
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            self._backend_dependent()
-            return function(*args, **kwargs)
-
-        return marked
 
     def _pad(self, input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Tensor:  # noqa: A002
         # Which operation it is made of, and so what autocast does, depends on an argument.
