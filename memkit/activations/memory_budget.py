@@ -17,12 +17,9 @@ from memkit.activations.budgeting.learning import last_s
 from memkit.activations.budgeting.limits import Limits
 from memkit.activations.budgeting.state import BudgetState, budget_states
 from memkit.activations.context import RecordedContext
-from memkit.activations.offloading.moving_stage import offload_figures
 from memkit.activations.recomputing.budget import recorded_alone
-from memkit.activations.recomputing.recording_stage import remat_figures
-from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, entries_around, stop_recording
-from memkit.activations.saved.state import remat_states
+from memkit.activations.saved.settled import Way
 from memkit.activations.stats import report_from
 from memkit.core import torch_private
 from memkit.core.compiled import compiled_in
@@ -42,12 +39,6 @@ _RAN_AHEAD = (
     "memkit: the module ran without data ahead of its first step, and what it keeps outside of modules, as in a global cache, "
     "may be of that run: MemoryBudget(..., look_ahead=False) leaves it out"
 )
-_OF_REGIONS = (
-    *("live_records", "live_bytes", "follows_plan", "is_recorded", "num_ops", "recorder_s", "num_saved", "saved_bytes"),
-    *("num_kept", "num_dropped", "dropped_bytes", "ledger_peak_bytes", "num_replays", "num_replayed_ops"),
-    *("estimated_replay_s", "measured_replay_s"),
-)
-_OF_COPIES = (*Counts().figures_of_copies(), "host_in_use_bytes", "host_peak_bytes", "host_held_bytes", "num_pins")
 
 
 class MemoryBudget(RecordedContext):
@@ -234,9 +225,7 @@ class MemoryBudget(RecordedContext):
         """The calls of modules that the last step recomputed as a whole, and the values that stayed; None if it followed the
         plan."""
         state = budget_states.get(self.tag)
-        tag = None if state is None else state.regions_tag
-        found = None if tag is None else remat_states.get(tag)
-        return None if found is None else found.plan
+        return None if state is None or state.way is Way.OPS else state.of_regions.plan
 
     def __repr__(self) -> str:
         budget = self.budget
@@ -254,12 +243,15 @@ def _figures(tag: str) -> dict[str, Any] | None:
     if state is None:
         return None
     with state.lock:
-        state.sweep()
-        counts, plan = state.counts, state.learning.last
-        figures = {
+        for each in (state, state.of_regions, state.of_copies):
+            each.sweep()
+        plan, counts = state.learning.last, state.counts
+        copies = state.of_copies.counts if state.way is Way.REGIONS_AND_COPIES else counts
+        return {
             **state.figures(),
+            **copies.figures_of_copies(),
             "budget_bytes": state.budget_bytes,
-            "num_kept": max(0, counts.num_saved - counts.num_dropped - counts.moved_out.num_copies),
+            "num_kept": max(0, counts.num_saved - counts.num_dropped - copies.moved_out.num_copies),
             "predicted_peak_bytes": None if plan is None else plan.predicted_peak_bytes,
             "step_peak_bytes": state.learning.last_peak_bytes,
             "predicted_s": None if plan is None else plan.predicted_s,
@@ -267,19 +259,8 @@ def _figures(tag: str) -> dict[str, Any] | None:
             "plain_s": None if plan is None else plan.plain_s,
             "min_budget_bytes": None if plan is None else plan.min_budget_bytes,
             "num_plans": state.learning.num_plans,
-            **(counts if state.regions_tag is None else Counts()).figures_of_copies(),
+            **_with_regions(state),
         }
-    regions = None if state.regions_tag is None else remat_figures(state.regions_tag)
-    if regions is None:
-        return figures
-    figures |= {name: regions[name] for name in _OF_REGIONS}
-    figures |= _with_regions(state)
-    copies = None if state.copies_tag is None else offload_figures(state.copies_tag)
-    if copies is not None:
-        figures |= {name: copies[name] for name in _OF_COPIES}
-        figures |= {name: regions[name] + copies[name] for name in ("live_records", "live_bytes")}
-        figures["num_kept"] = max(0, figures["num_kept"] - copies["num_copies_out"])
-    return figures
 
 
 def _with_regions(state: BudgetState) -> dict[str, Any]:

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 import memkit
 from memkit.activations.budgeting import learning
 from memkit.activations.budgeting.learning import last_s
-from memkit.activations.budgeting.state import budget_states, copies_tag, regions_tag
+from memkit.activations.budgeting.state import budget_states
 from memkit.activations.recomputing.unrecorded import IdleStage
 from memkit.activations.saved.entry import entries_around
 from memkit.activations.saved.settled import Way
-from memkit.activations.saved.state import offload_states, remat_states
 from memkit.device import Device, ReferenceDevice
 from tests.activations.budgeting.conftest import fit_copies_of
 from tests.activations.budgeting.plans import planner_of
@@ -133,44 +132,33 @@ def test_ways_are_tried_and_the_fastest_is_chosen(way: Way, device: Device, fast
     model, x = blocks()[:12].to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
     plain = train(model, x, nullcontext)
     make = partial(memkit.MemoryBudget, 0.6, "ways", optimizer=_stateless(model), min_bytes=1, device=device)
-    tags, found = [], []
+    went, found = [], []
     for _ in range(40):
         assert_same_bits(train(model, x, make), plain)
-        state = budget_states["ways"]
-        tags.append((state.regions_tag, state.copies_tag))
+        went.append(budget_states["ways"].way)
         found.append(memkit.stats("ways"))
     device.synchronize()
-    ways, last = budget_states["ways"].ways, found[-1]
-    of_regions, of_copies = regions_tag("ways"), copies_tag("ways")
+    state, last = budget_states["ways"], found[-1]
+    ways = state.ways
 
     assert ways is not None
     assert ways.is_decided
-    assert tags[:6] == [(None, None)] * 6
-    assert not any(stats.is_recorded for (regions, _), stats in zip(tags, found, strict=True) if regions is not None)
-    assert {(of_regions, None), (of_regions, of_copies)} < set(tags)
-    assert (
-        tags[-1]
-        == {
-            Way.OPS: (None, None),
-            Way.REGIONS: (of_regions, None),
-            Way.REGIONS_AND_COPIES: (of_regions, of_copies),
-        }[way]
-    )
+    assert went[:6] == [Way.OPS] * 6
+    assert not any(stats.is_recorded for gone, stats in zip(went, found, strict=True) if gone is not Way.OPS)
+    assert set(went) == set(Way)
+    assert went[-1] is way
     assert last.follows_plan
     assert (last.live_records, last.live_bytes, last.num_deviations, last.host_in_use_bytes) == (0, 0, 0, 0)
     assert last.num_iterations == 40
     assert last.num_kept + last.num_dropped + last.num_copies_out == last.num_saved
     assert (last.num_copies_out > 0) == (last.host_held_bytes > 0) == (way is not Way.REGIONS)
-    assert (of_copies in offload_states) == (way is Way.REGIONS_AND_COPIES)
-    assert (of_regions in remat_states) == (way is not Way.OPS)
-    held_bytes = sum(window.arena.held_bytes for window in budget_states["ways"].windows())
-    assert (held_bytes > 0) == (way is Way.OPS)
+    assert bool(state.of_copies.windows()) == (way is Way.REGIONS_AND_COPIES)
+    assert (state.of_regions.settled is None) == (way is Way.OPS)
     if way is not Way.OPS:
-        regions = memkit.stats(of_regions)
-        assert last.dropped_bytes == regions.dropped_bytes > 0
-        assert last.num_replays == regions.num_replays > 0
+        assert last.dropped_bytes > 0
+        assert last.num_replays > 0
         assert last.step_peak_bytes == last.predicted_peak_bytes
-        assert last.predicted_s == pytest.approx(last.plain_s + regions.estimated_replay_s)
+        assert last.predicted_s == pytest.approx(last.plain_s + last.estimated_replay_s)
         assert last.step_s == last_s(budget_states["ways"].region_times)
         context = make()
         assert context.regions is not None
@@ -182,8 +170,6 @@ def test_ways_are_tried_and_the_fastest_is_chosen(way: Way, device: Device, fast
 
     memkit.reset("ways")
     assert "ways" not in budget_states
-    assert of_regions not in remat_states
-    assert of_copies not in offload_states
 
 
 @pytest.mark.slow
@@ -206,7 +192,7 @@ def test_copies_beside_regions_follow_a_schedule_and_drop_less(
     assert dropped[Way.REGIONS_AND_COPIES] < dropped[Way.REGIONS]
     assert 0 < stats.moved_out_bytes <= 2 * 16384
     assert stats.moved_in_bytes == stats.moved_out_bytes
-    (window,) = offload_states[copies_tag("beside")].windows()
+    (window,) = budget_states["beside"].of_copies.windows()
     assert window.has_schedule
     train(model, x, make)
     assert window.traces.latest is not None
@@ -456,15 +442,15 @@ def test_step_of_other_shapes_keeps_to_the_budget_and_leaves_the_chosen_way(fast
     state = budget_states["shapes"]
     assert state.ways is not None
     assert state.ways.is_decided
-    assert state.regions_tag is not None
+    assert state.way is Way.REGIONS
     for _ in range(4):
         device.synchronize()
         counter.reset_peak()
         assert_same_bits(train(model, larger, nullcontext), plain[16])
         assert counter.peak_bytes() <= budget_bytes
-        assert state.regions_tag is None
+        assert state.way is Way.OPS
     assert memkit.stats("shapes").follows_plan
     for _ in range(2):
         assert_same_bits(train(model, x, nullcontext), plain[8])
 
-    assert state.regions_tag is not None
+    assert state.way is Way.REGIONS

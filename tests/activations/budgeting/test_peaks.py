@@ -68,7 +68,7 @@ class Llama(nn.Module):
 class Seen(NamedTuple):
     """One step's figures."""
 
-    way: Way | None
+    way: Way
     is_decided: bool
     peak_bytes: int
     stats: memkit.SavedTensorStats
@@ -97,9 +97,8 @@ def _steps(
             del logits
             loss.backward()
             state = budget_states["peaks"]
-            way = None if state.regions_tag is None or state.ways is None else state.ways.way
             is_decided = state.ways is not None and state.ways.is_decided
-            yield Seen(way, is_decided, allocator.step_peak_bytes, memkit.stats("peaks"))
+            yield Seen(state.way, is_decided, allocator.step_peak_bytes, memkit.stats("peaks"))
             optimizer.step()
             optimizer.zero_grad()
             between(allocator)
@@ -249,7 +248,7 @@ def _gpu_peaks(*, resets: bool, num_steps: int = 90) -> tuple[list[int], list[me
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
         found.append(memkit.stats("gpu"))
-        regions.append(budget_states["gpu"].regions_tag is not None)
+        regions.append(budget_states["gpu"].way is not Way.OPS)
         optimizer.step()
         optimizer.zero_grad()
         if resets:
