@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memkit.activations.budgeting.learning import last_s
 from memkit.activations.budgeting.limits import Limits
 from memkit.activations.budgeting.state import BudgetState, budget_states
 from memkit.activations.context import RecordedContext
@@ -275,7 +274,6 @@ def _with_regions(state: BudgetState) -> dict[str, Any]:
     return {
         "plain_s": plain_s,
         "predicted_s": plain_s + regions.plan.predicted_replay_s,
-        "step_s": last_s(state.region_times),
         "predicted_peak_bytes": predicted_bytes,
         "step_peak_bytes": peak_bytes,
     }

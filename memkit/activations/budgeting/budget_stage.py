@@ -176,7 +176,7 @@ class BudgetStage(RecordingStage):
         allowed_bytes = _FORESEEN * self._limits.allocated_bytes(state.budget_bytes) - self._coming_bytes
         return Room(
             num_bytes=allowed_bytes - counter.allocated_bytes(),
-            bytes_per_s=state.learning.link.spec(device).both_bytes_per_s,
+            bytes_per_s=state.learning.gpu(device).both_bytes_per_s,
             flops_per_s=flops_per_s,
             memory_bytes_per_s=measure_ceilings(device).bytes_per_s,
         )
@@ -264,7 +264,7 @@ class BudgetStage(RecordingStage):
             self.counts,
             planned=decider.planned,
             limit_bytes=self._limit_now,
-            note_no_host=state.learning.link.note_no_host,
+            note_no_host=state.learning.note_no_host,
         )
         self._opened, self._meter, self._notes = forward, None, None
         trace = decider.follower.trace
@@ -284,14 +284,7 @@ class BudgetStage(RecordingStage):
             is_judged, is_new = learning.count_followed(trace)
             if is_judged:
                 state.judged, state.peak = (trace, planned), StepPeak(counter, resets=is_new)
-        begun, peak = device.record_event(), state.peak
-
-        def note_end() -> None:
-            learning.note_times(begun, device.record_event())
-            if peak is not None:
-                peak.end_backward()
-
-        forward.on_end = note_end
+        forward.on_end = functools.partial(learning.note_end, device.record_event(), device, state.peak)
         return forward
 
     def _make_recorder(self) -> Recorder:
@@ -365,7 +358,7 @@ class BudgetStage(RecordingStage):
             record = handle.record
             record.maker, record.value = forward, value
             forward.note_record(value, record)
-            action = step.planned.schedule.actions.get(value)
+            action = step.planned.actions.get(value)
             if value not in expected.unmade and not (action is Action.RECOMPUTE and forward.drop(value)):
                 forward.walk.admit(value)
             if action is Action.OFFLOAD:
@@ -432,7 +425,7 @@ class BudgetStage(RecordingStage):
             if decider.follower.trace is not None:
                 state.learning.leave_steady(decider.follower.trace, num_saves)
             decider.leave()
-            forward.follow(None)
+            forward.planned = None
             forward.walk.limit_bytes = decider.limit_bytes
             state.num_deviations += 1
             state.judged, self.counts.follows_plan, self._is_noted = None, False, False
@@ -466,7 +459,7 @@ class BudgetStage(RecordingStage):
 
     def _take_any(self, tensor: Tensor, action: Action | None) -> KeptHandle:
         opened = self._opened
-        if opened is None or opened.schedule is None or type(tensor) is not Tensor or is_traced():
+        if opened is None or opened.planned is None or type(tensor) is not Tensor or is_traced():
             return super().take(tensor, action)
         # Compiled code that was not found saves nothing here: it would have shown no op, and a plan is followed so far.
         with torch_private.without_python_dispatch():
@@ -499,7 +492,7 @@ class BudgetStage(RecordingStage):
             self._scale_foresight(foresight.scaled(save, num_bytes))
         opened, decider, planned = self._opened, self._planned_decider, self._planned_decider.planned
         if opened is not None and opened.planned is not planned:
-            opened.follow(planned)
+            opened.planned = planned
             self.counts.follows_plan = planned is not None
             state, trace = self._state, decider.follower.trace
             is_of_other = state.judged is not None and save == 0  # its peak says nothing about the plan from which it deviated

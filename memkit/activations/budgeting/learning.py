@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -25,7 +24,7 @@ from memkit.transfer.device_memory import device_memory_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from memkit.activations.budgeting.limits import Limits
+    from memkit.activations.budgeting.limits import Limits, StepPeak
     from memkit.activations.budgeting.meter import Meter
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.activations.budgeting.steady_step import SteadyStep, StepNotes
@@ -37,82 +36,70 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedMoments:
-    """When values are copied, freed and fetched in a step that follows a plan. Values are numbered by the step's lineage."""
+class Planned:
+    """A plan, and when values are copied, freed and fetched in a step that follows it. Values are numbered by its lineage."""
 
+    plan: MemoryPlan
+    allowed_bytes: int
+    """The most bytes for the step: the budget without the headroom."""
+    headroom_bytes: int
+    """Free bytes for steps that exceed the prediction. Without any other plan, the plan uses them."""
     actions: Mapping[int, Action]
     retained: frozenset[int]
     """Values that autograd does not save and that are held: anchors, and roots that would be freed."""
-    copies: Mapping[int, tuple[int, ...]]
+    copies: Mapping[int, Sequence[int]]
     """By save, the anchors whose copies to the host begin there."""
-    lets_go: Mapping[int, tuple[int, ...]]
+    lets_go: Mapping[int, Sequence[int]]
     """By save, the values that are freed there after their copies; the number of saves is the first request."""
-    fetches: Mapping[int, tuple[int, ...]]
+    fetches: Mapping[int, Sequence[int]]
     """By request, the values whose copies back begin there, in the order of need."""
-    releases: Mapping[int, tuple[int, ...]]
+    releases: Mapping[int, Sequence[int]]
     """By request, the values held for replays that no replay from there on reads."""
     held_until: Mapping[int, int]
     """The last request whose replay reads a value."""
     stays: Mapping[int, frozenset[int]]
     """For each recomputed value, the intermediate values that are kept too."""
-    num_saves: int
-    moving_bytes: int
-
-
-def schedule_of(plan: MemoryPlan, lineage: Lineage, roots: Mapping[int, int]) -> PlannedMoments:
-    copies, lets_go, fetches, releases = (dict[int, list[int]]() for _ in range(4))
-    anchors, held_until = set[int](), dict[int, int]()
-    for planned in plan.values:
-        value = planned.value
-        if planned.is_anchor:
-            anchors.add(value)
-        if planned.held_until >= 0:
-            held_until[value] = planned.held_until
-        if planned.action is Action.OFFLOAD:
-            if planned.is_anchor:
-                copies.setdefault(planned.copy_at, []).append(value)
-            lets_go.setdefault(planned.let_go_at, []).append(value)
-    moved = [planned for planned in plan.values if planned.action is Action.OFFLOAD]
-    for planned in sorted(moved, key=lambda planned: planned.needed_at):
-        fetches.setdefault(planned.fetch_at, []).append(planned.value)
-    read: dict[int, int] = {}
-    for replay in plan.replays:
-        for op in replay.ops:
-            for source in lineage.ins[op]:
-                if source in roots and lineage.maker[source] == NO_OP:
-                    read[source] = replay.request
-    for value, request in (*held_until.items(), *((value, request) for value, request in read.items() if value in anchors)):
-        releases.setdefault(request + 1, []).append(value)
-    return PlannedMoments(
-        actions={planned.value: planned.action for planned in plan.values if not planned.is_anchor},
-        retained=frozenset(anchors | read.keys()),
-        copies=_frozen(copies),
-        lets_go=_frozen(lets_go),
-        fetches=_frozen(fetches),
-        releases=_frozen(releases),
-        held_until=held_until,
-        stays={replay.value: frozenset(replay.stays) for replay in plan.replays},
-        num_saves=len(plan.step.saves),
-        moving_bytes=sum(planned.num_bytes for planned in moved),
-    )
-
-
-def _frozen(found: Mapping[int, list[int]]) -> dict[int, tuple[int, ...]]:
-    return {ordinal: tuple(values) for ordinal, values in found.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    plan: MemoryPlan
-    schedule: PlannedMoments
-    allowed_bytes: int
-    """The most bytes for the step: the budget without the headroom."""
-    headroom_bytes: int = 0
-    """Free bytes for steps that exceed the prediction. Without any other plan, the plan uses them."""
 
     @property
     def exceeds_budget(self) -> bool:
         return self.plan.predicted_peak_bytes > self.allowed_bytes + self.headroom_bytes
+
+
+def planned_of(
+    plan: MemoryPlan, lineage: Lineage, roots: Mapping[int, int], *, allowed_bytes: int, headroom_bytes: int = 0
+) -> Planned:
+    copies, lets_go, fetches, releases = (dict[int, list[int]]() for _ in range(4))
+    anchors = {planned.value for planned in plan.values if planned.is_anchor}
+    held_until = {planned.value: planned.held_until for planned in plan.values if planned.held_until >= 0}
+    moved = [planned for planned in plan.values if planned.action is Action.OFFLOAD]
+    for planned in moved:
+        if planned.is_anchor:
+            copies.setdefault(planned.copy_at, []).append(planned.value)
+        lets_go.setdefault(planned.let_go_at, []).append(planned.value)
+    for planned in sorted(moved, key=lambda planned: planned.needed_at):
+        fetches.setdefault(planned.fetch_at, []).append(planned.value)
+    read = {
+        source: replay.request
+        for replay in plan.replays
+        for op in replay.ops
+        for source in lineage.ins[op]
+        if source in roots and lineage.maker[source] == NO_OP
+    }
+    for value, request in (*held_until.items(), *((value, request) for value, request in read.items() if value in anchors)):
+        releases.setdefault(request + 1, []).append(value)
+    return Planned(
+        plan=plan,
+        allowed_bytes=allowed_bytes,
+        headroom_bytes=headroom_bytes,
+        actions={planned.value: planned.action for planned in plan.values if not planned.is_anchor},
+        retained=frozenset(anchors | read.keys()),
+        copies=copies,
+        lets_go=lets_go,
+        fetches=fetches,
+        releases=releases,
+        held_until=held_until,
+        stays={replay.value: frozenset(replay.stays) for replay in plan.replays},
+    )
 
 
 @dataclass(eq=False, slots=True)
@@ -155,7 +142,7 @@ class PlannedDecider(Decider):
 
     @property
     def retained(self) -> Collection[int]:
-        return () if self.planned is None else self.planned.schedule.retained
+        return () if self.planned is None else self.planned.retained
 
     def _change_plan(self) -> None:
         trace = self.follower.trace
@@ -167,39 +154,10 @@ class PlannedDecider(Decider):
         self._change_plan()
 
     def action(self, value: int, held_bytes: int) -> Action | None:
-        return None if self.planned is None else self.planned.schedule.actions.get(value)
+        return None if self.planned is None else self.planned.actions.get(value)
 
     def grow(self) -> None:
         self.limit_bytes = self._limit_bytes() if self.planned is None else math.inf
-
-
-def search(
-    planner: JointPlanner,
-    allowed_bytes: int,
-    headroom_bytes: int,
-    budget_bytes: int,
-    device: Device,
-    warn: Callable[[str], None] | None,
-    reserved_bytes: int,
-) -> MemoryPlan:
-    """Return a plan; if there is none with the headroom, one without it."""
-    try:
-        is_roomy = planner.least().peak_bytes <= allowed_bytes
-        return planner.plan(allowed_bytes if is_roomy else allowed_bytes + headroom_bytes)
-    except BudgetInfeasible as error:
-        free_bytes = budget_bytes - allowed_bytes - headroom_bytes
-        told, held = str(error), device_memory_of(device).describe()
-        if free_bytes:
-            asked = f"of a budget of {format_bytes(budget_bytes)}, {format_bytes(free_bytes)}"
-            told = f"{asked} are left free, or are there beside the step: {error}"
-        if reserved_bytes:
-            told = f"{format_bytes(reserved_bytes)} are reserved for optimizer states; pass optimizer= if it keeps less: {told}"
-        if held:
-            told = f"{told}. Of what is there, {held}"
-        if warn is None:
-            raise BudgetInfeasible(told, error.smallest_bytes + free_bytes) from None
-        warn(f"{told}. It is exceeded by as little as can be.")
-        return planner.plan(planner.least().peak_bytes)
 
 
 _OF_LINK = 0.9
@@ -208,46 +166,6 @@ _PROBED_BYTES = 64 * 2**20
 _NO_LINK = Link(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0)
 """With this link, a plan moves nothing unless there is no other plan."""
 _links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
-
-
-class PlannedLink:
-    def __init__(self, warn: Callable[[str, str], None]) -> None:
-        self._warn = warn
-        self.known: GpuSpec | None = None
-        self.has_host = True
-
-    def spec(self, device: Device) -> GpuSpec:
-        if self.known is None:
-            link = self._link_of(device)
-            counter = device.memory_counter()
-            capacity_bytes = None if counter is None else counter.capacity_bytes()
-            self.known = GpuSpec(
-                name=device.name,
-                memory_bytes=capacity_bytes or 2**62,
-                bytes_per_s=1.0,
-                flops_per_s={},
-                d2h_bytes_per_s=_OF_LINK * link.d2h_bytes_per_s,
-                h2d_bytes_per_s=_OF_LINK * link.h2d_bytes_per_s,
-                both_bytes_per_s=_OF_LINK * min(link.d2h_bytes_per_s, link.h2d_bytes_per_s),
-                copy_latency_s=link.latency_s,
-                source="measured in this process",
-                is_measured=link is not _NO_LINK,
-            )
-        return self.known
-
-    def _link_of(self, device: Device) -> Link:
-        """Return the speed of copies: nearly none where they free nothing or have no host memory."""
-        if device.has_own_memory and self.has_host and device not in _links:
-            try:
-                _links[device] = measure_link(device, num_bytes=_PROBED_BYTES)
-            except HostMemoryError as error:
-                self.note_no_host(error)
-        return _links[device] if device.has_own_memory and self.has_host else _NO_LINK
-
-    def note_no_host(self, error: HostMemoryError) -> None:
-        """Warn that a saved tensor found no host memory. Later plans move none, so that they keep to the budget."""
-        self._warn("host", f"saved tensors stay on the device, since there is no host memory for them: {error}")
-        self.has_host, self.known = False, None
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -276,7 +194,8 @@ _MORE_BESIDE = 0.005
 class Learning:
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
-        self.link = PlannedLink(warn)
+        self.link: GpuSpec | None = None
+        self.has_host = True
         self.last_peak_bytes: int | None = None
         self._last: Planned | None = None
         self.num_plans = self.num_ended = 0
@@ -310,28 +229,61 @@ class Learning:
         return learned.shown
 
     def planned(self, trace: Trace, limits: Limits, device: Device, *, base_bytes: int, coming_bytes: int) -> Planned | None:
-        if trace.ops is None or not trace.ops.has_order:
+        ops, learned = trace.ops, self.of(trace)
+        if ops is None or not ops.has_order:
             return None
-        learned = self.of(trace)
         if limits.plan is not None:
             if learned.given is None or learned.given.plan is not limits.plan:
-                learned.given = _given(trace.ops, limits.plan)
+                learned.given = _given(ops, limits.plan)
             found = learned.given
         else:
             if learned.planner is None and _is_ready(trace, learned.meter):
-                learned.planner = self._planner(trace.ops, learned, limits, device)
+                learned.planner = self._planner(ops, learned, limits, device)
             if learned.planner is None:
                 return None
-            if not self.link.has_host and learned.planner.problem.gpu.is_measured:
+            if not self.has_host and learned.planner.problem.gpu.is_measured:
                 learned.over_bytes = 0  # for steps whose copies found no room
-                _plan_anew(learned, self.link.spec(device))
-            found = self._plan(trace.ops, learned.planner, learned, limits, device, base_bytes, coming_bytes)
+                _plan_anew(learned, self.gpu(device))
+            found = self._plan(ops, learned, limits, device, base_bytes, coming_bytes)
         self._last = found
         return found
 
     def budget_bytes(self, trace: Trace | None, limits: Limits) -> int | None:
         planner = None if trace is None else self.of(trace).planner
         return limits.budget_bytes(None if planner is None else planner.problem.plain_peak_bytes)
+
+    def gpu(self, device: Device) -> GpuSpec:
+        if self.link is None:
+            link = self._link_of(device)
+            counter = device.memory_counter()
+            capacity_bytes = None if counter is None else counter.capacity_bytes()
+            self.link = GpuSpec(
+                name=device.name,
+                memory_bytes=capacity_bytes or 2**62,
+                bytes_per_s=1.0,
+                flops_per_s={},
+                d2h_bytes_per_s=_OF_LINK * link.d2h_bytes_per_s,
+                h2d_bytes_per_s=_OF_LINK * link.h2d_bytes_per_s,
+                both_bytes_per_s=_OF_LINK * min(link.d2h_bytes_per_s, link.h2d_bytes_per_s),
+                copy_latency_s=link.latency_s,
+                source="measured in this process",
+                is_measured=link is not _NO_LINK,
+            )
+        return self.link
+
+    def _link_of(self, device: Device) -> Link:
+        """Return the speed of copies: nearly none where they free nothing or have no host memory."""
+        if device.has_own_memory and self.has_host and device not in _links:
+            try:
+                _links[device] = measure_link(device, num_bytes=_PROBED_BYTES)
+            except HostMemoryError as error:
+                self.note_no_host(error)
+        return _links[device] if device.has_own_memory and self.has_host else _NO_LINK
+
+    def note_no_host(self, error: HostMemoryError) -> None:
+        """Warn that a saved tensor found no host memory. Later plans move none, so that they keep to the budget."""
+        self._warn("host", f"saved tensors stay on the device, since there is no host memory for them: {error}")
+        self.has_host, self.link = False, None
 
     def _planner(self, ops: OpTrace, learned: LearnedStep, limits: Limits, device: Device) -> JointPlanner:
         meter = learned.meter
@@ -340,18 +292,13 @@ class Learning:
         trace = observed_trace(meter, step, ops.names, target=device.torch_device.type, min_bytes=limits.min_bytes)
         learned.meter, learned.measured_s = None, measured_s(meter, step)
         self.first = None
-        return JointPlanner(make_problem(trace, self.link.spec(device), measured_s=learned.measured_s))
+        return JointPlanner(make_problem(trace, self.gpu(device), measured_s=learned.measured_s))
 
     def _plan(
-        self,
-        ops: OpTrace,
-        planner: JointPlanner,
-        learned: LearnedStep,
-        limits: Limits,
-        device: Device,
-        base_bytes: int,
-        coming_bytes: int,
+        self, ops: OpTrace, learned: LearnedStep, limits: Limits, device: Device, base_bytes: int, coming_bytes: int
     ) -> Planned:
+        planner = learned.planner
+        assert planner is not None
         problem = planner.problem
         budget_bytes = limits.budget_bytes(problem.plain_peak_bytes)
         assert budget_bytes is not None
@@ -363,14 +310,30 @@ class Learning:
         allowed_bytes = max(whole_bytes - headroom_bytes - learned.over_bytes - more_bytes, 1)
         found = learned.plans.get(allowed_bytes)
         if found is None:
-            warn = None if limits.raises else partial(self._warn, f"budget {budget_bytes}")
-            is_guess = limits.optimizer is None or limits.optimizer() is None
-            reserved_bytes = coming_bytes if is_guess else 0
-            plan = search(planner, allowed_bytes, headroom_bytes, budget_bytes, device, warn, reserved_bytes)
-            plan = replace(plan, budget_bytes=budget_bytes)
-            schedule = schedule_of(plan, problem.lineage, ops.step.retained_bytes)
-            found = learned.plans[allowed_bytes] = Planned(
-                plan=plan, schedule=schedule, allowed_bytes=allowed_bytes, headroom_bytes=headroom_bytes
+            is_roomy = planner.least().peak_bytes <= allowed_bytes
+            try:
+                plan = planner.plan(allowed_bytes if is_roomy else allowed_bytes + headroom_bytes)
+            except BudgetInfeasible as error:
+                free_bytes = budget_bytes - allowed_bytes - headroom_bytes
+                told, held = str(error), device_memory_of(device).describe()
+                if free_bytes:
+                    asked = f"of a budget of {format_bytes(budget_bytes)}, {format_bytes(free_bytes)}"
+                    told = f"{asked} are left free, or are there beside the step: {error}"
+                if coming_bytes and (limits.optimizer is None or limits.optimizer() is None):
+                    guess = f"{format_bytes(coming_bytes)} are reserved for optimizer states"
+                    told = f"{guess}; pass optimizer= if it keeps less: {told}"
+                if held:
+                    told = f"{told}. Of what is there, {held}"
+                if limits.raises:
+                    raise BudgetInfeasible(told, error.smallest_bytes + free_bytes) from None
+                self._warn(f"budget {budget_bytes}", f"{told}. It is exceeded by as little as can be.")
+                plan = planner.plan(planner.least().peak_bytes)
+            found = learned.plans[allowed_bytes] = planned_of(
+                replace(plan, budget_bytes=budget_bytes),
+                problem.lineage,
+                ops.step.retained_bytes,
+                allowed_bytes=allowed_bytes,
+                headroom_bytes=headroom_bytes,
             )
             learned.num_judged = 0
             learned.rates.clear()
@@ -420,7 +383,7 @@ class Learning:
 
     def note_link(self, trace: Trace, out_bytes_per_s: float | None, back_bytes_per_s: float | None) -> None:
         """Note the bandwidth of a step. Plan anew if the plan's differs, as when others use the link as well."""
-        learned, link = self.of(trace), self.link.known
+        learned, link = self.of(trace), self.link
         if link is None or not link.is_measured or learned.planner is None:
             return
         if out_bytes_per_s is None or back_bytes_per_s is None:
@@ -435,9 +398,7 @@ class Learning:
                 found, least = (median(out), median(back)), _OTHER_LINK * tolerance
         is_other = is_other_link(link, found, least)
         if is_other and learned.num_links < _MOST_LINKS:
-            link = self.link.known = replace(
-                link, d2h_bytes_per_s=found[0], h2d_bytes_per_s=found[1], both_bytes_per_s=min(found)
-            )
+            link = self.link = replace(link, d2h_bytes_per_s=found[0], h2d_bytes_per_s=found[1], both_bytes_per_s=min(found))
             _plan_anew(learned, link)
             learned.num_links += 1
 
@@ -485,7 +446,7 @@ class Learning:
         if not lacks_ops and (is_as_known or planned.exceeds_budget):
             return None
         choices = choices_of(trace, torch.device("cpu") if device is None else device.torch_device)
-        bytes_per_s = None if self.link.known is None else self.link.known.both_bytes_per_s
+        bytes_per_s = None if self.link is None else self.link.both_bytes_per_s
         counter = None if device is None else device.memory_counter()
         return ways_within(problem, choices, allowed_bytes, headroom_bytes, bytes_per_s, counter)
 
@@ -509,15 +470,18 @@ class Learning:
         for trace in traces:
             self.of(trace).has_chosen = False
 
-    def note_times(self, begun: Event, ended: Event) -> None:
+    def note_end(self, begun: Event, device: Device, peak: StepPeak | None) -> None:
+        """Note that the backward of a step has ended."""
         self.num_ended += 1
-        self._last_times = [*self._last_times[-2:], (begun, ended)]
+        self._last_times = [*self._last_times[-2:], (begun, device.record_event())]
+        if peak is not None:
+            peak.end_backward()
 
     def fastest_step_s(self) -> float | None:
         return min((begun.elapsed_s(ended) for begun, ended in self._last_times if ended.is_reached()), default=None)
 
     def last_step_s(self) -> float | None:
-        return last_s(self._last_times)
+        return next((begun.elapsed_s(ended) for begun, ended in reversed(self._last_times) if ended.is_reached()), None)
 
 
 def _plan_anew(learned: LearnedStep, gpu: GpuSpec) -> None:
@@ -532,13 +496,7 @@ def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:
     difference = plan.step.difference_of(ops.step)
     if difference:
         raise ValueError(f"this plan is for another step: {difference}. Plan this step anew")
-    schedule = schedule_of(plan, ops.step.lineage, ops.step.retained_bytes)
-    return Planned(plan=plan, schedule=schedule, allowed_bytes=plan.budget_bytes)
-
-
-def last_s(times: Sequence[tuple[Event, Event]]) -> float | None:
-    over = [begun.elapsed_s(ended) for begun, ended in times if ended.is_reached()]
-    return over[-1] if over else None
+    return planned_of(plan, ops.step.lineage, ops.step.retained_bytes, allowed_bytes=plan.budget_bytes)
 
 
 def _has_own_clock(problem: Problem) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from memkit.activations.budgeting.limits import StepPeak
@@ -16,13 +17,14 @@ from memkit.core import backwards
 from memkit.core.hooks import innermost_hooks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.ways import Ways
     from memkit.activations.context import Shapes
     from memkit.activations.recomputing.budget import RematOptions
     from memkit.activations.saved.entry import Stage
     from memkit.core.hooks import HookPair, SavedTensorHooks
-    from memkit.device import Device, Event
 
 
 _MOST_REPLAYED = 30
@@ -30,22 +32,14 @@ _MOST_REPLAYED = 30
 
 
 class _StepClock(TimedWays):
-    def __init__(self, state: BudgetState, device: Device, begun: Event) -> None:
+    def __init__(self, note_end: Callable[[], None]) -> None:
         super().__init__(is_open=False)
-        self._state, self._begun, self._peak = state, (device, begun), state.peak
-        self._is_over = False
+        self._note_end: Callable[[], None] | None = note_end
 
     def begin_backward(self) -> None:
-        if not self._is_over:
-            self._is_over = True
-            backwards.on_end(self._note)
-
-    def _note(self, has_failed: bool) -> None:
-        device, begun = self._begun
-        if not has_failed:
-            self._state.region_times = [*self._state.region_times[-2:], (begun, device.record_event())]
-            if self._peak is not None:
-                self._peak.end_backward()
+        note_end, self._note_end = self._note_end, None
+        if note_end is not None:
+            backwards.on_end(lambda has_failed: None if has_failed else note_end())
 
 
 def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Shapes | None) -> HookPair | None:
@@ -147,7 +141,8 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
         counter = state.counter
         state.peak = None if counter is None else StepPeak(counter, resets=ways.is_learning)
         if isinstance(steady, RegionStage) and state.costs.device is not None and ways.begun is not None:
-            steady.counts.trial = _StepClock(state, state.costs.device, ways.begun)
+            note_end = partial(state.learning.note_end, ways.begun, state.costs.device, state.peak)
+            steady.counts.trial = _StepClock(note_end)
         ways.count_step()
         state.is_recorded, state.judged, state.counts = False, None, state.of_regions.counts
         entry.recording = steady

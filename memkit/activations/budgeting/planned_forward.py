@@ -18,7 +18,7 @@ from memkit.errors import HostMemoryError
 from memkit.plan import Action
 
 if TYPE_CHECKING:
-    from memkit.activations.budgeting.learning import Planned, PlannedMoments
+    from memkit.activations.budgeting.learning import Planned
     from memkit.activations.budgeting.meter import Meter
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.saved.counts import Counts
@@ -65,8 +65,7 @@ class PlannedForward(RecordedForward):
         note_no_host: Callable[[HostMemoryError], None],
     ) -> None:
         super().__init__(recording, window, score, limit_bytes(None), counts)
-        self.planned: Planned | None = None
-        self.schedule: PlannedMoments | None = None
+        self.planned = planned
         self._limit_bytes, self._note_no_host = limit_bytes, note_no_host
         self._waiting: list[tuple[weakref.ref[Record], int]] = []
         """Records that leave once the op that saves them is over, each with the op's graph node."""
@@ -84,9 +83,8 @@ class PlannedForward(RecordedForward):
         """Counted saves without a note, since they stay."""
         self.requests: Sequence[int] | None = None
         self._request = -1
-        self.follow(planned)
-        if self.schedule is not None:
-            window.fit_arena(self.schedule.moving_bytes)
+        if planned is not None:
+            window.fit_arena(planned.plan.moved_bytes)
 
     def measure(self, meter: Meter) -> None:
         self.meter, self.unpacker = meter, MeteredUnpacker(self.window, meter)
@@ -100,10 +98,6 @@ class PlannedForward(RecordedForward):
         """Bytes held for replays beyond the plain step's."""
         pinned = (handle.alias.untyped_storage().nbytes() for handle in self.recording.pinned.values())
         return self.recording.held_bytes + sum(pinned)
-
-    def follow(self, planned: Planned | None) -> None:
-        self.planned = planned
-        self.schedule = None if planned is None else planned.schedule
 
     # Forward
 
@@ -146,11 +140,11 @@ class PlannedForward(RecordedForward):
         """Act on other values as scheduled at save number `save`, by the graph node `node`; -1 if it does not count."""
         if self._waiting:
             self._send_waiting(but_for=node)
-        schedule = self.schedule
-        if schedule is not None and save >= 0:
-            for value in schedule.copies.get(save, ()):
+        planned = self.planned
+        if planned is not None and save >= 0:
+            for value in planned.copies.get(save, ()):
                 self._send_anchor(value)
-            for value in schedule.lets_go.get(save, ()):
+            for value in planned.lets_go.get(save, ()):
                 self._release_record(self._record_that_moves(value))
 
     def change(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action) -> None:
@@ -213,7 +207,7 @@ class PlannedForward(RecordedForward):
     def make_room(self) -> bool:
         if super().make_room():
             return True
-        if self.schedule is not None:
+        if self.planned is not None:
             return False
         stays = self._just_saved() if self.task == -1 else self.walk.given
         return self.move_out(lambda: self.live_bytes <= self.walk.limit_bytes, stays)
@@ -260,7 +254,7 @@ class PlannedForward(RecordedForward):
         request = len(self.uses) - 1
         if request < num_before:
             return  # no backward asks
-        schedule = self.schedule
+        planned = self.planned
         if self.requests is not None:
             request = self.requests[request] if request < len(self.requests) else self.requests[-1] + 1
         self._request = request
@@ -268,19 +262,19 @@ class PlannedForward(RecordedForward):
             self._send_waiting()
             if self._asked:
                 self._release_asked()
-        if schedule is None:
+        if planned is None:
             self.walk.limit_bytes = self._limit_bytes(self)
             if self.live_bytes > self.walk.limit_bytes:
                 self.make_room()
             return
         if request == 0:
-            for value in schedule.lets_go.get(schedule.num_saves, ()):
+            for value in planned.lets_go.get(len(planned.plan.step.saves), ()):
                 self._release_record(self._record_that_moves(value))
-        for value in schedule.releases.get(request, ()):
+        for value in planned.releases.get(request, ()):
             self._lent.pop(value, None)
             if value not in self._sources.only_held:
                 self._anchors.release(value)
-        for value in schedule.fetches.get(request, ()):
+        for value in planned.fetches.get(request, ()):
             if not self._fetch(value):
                 break
 
@@ -296,8 +290,8 @@ class PlannedForward(RecordedForward):
 
     def note_last_use(self, record: Record) -> None:
         super().note_last_use(record)
-        schedule = self.schedule
-        if schedule is None or schedule.held_until.get(record.value, -1) <= self._request:
+        planned = self.planned
+        if planned is None or planned.held_until.get(record.value, -1) <= self._request:
             return
         if record.value in self.recording.overwritten:
             return  # the saved value is whole, but a later write may have replaced it
@@ -340,8 +334,8 @@ class PlannedForward(RecordedForward):
         super().run(op, in_place)  # after the error is gone, which holds the allocations
 
     def make(self, record: Record) -> None:
-        if self.schedule is not None:
-            self._stays = self.schedule.stays.get(record.value, _NONE) | {record.value}
+        if self.planned is not None:
+            self._stays = self.planned.stays.get(record.value, _NONE) | {record.value}
         try:
             super().make(record)
         finally:

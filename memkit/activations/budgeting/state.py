@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.recomputing.region_plan import RegionPlan
     from memkit.activations.saved.traces import Trace
-    from memkit.device import Event, MemoryCounter
+    from memkit.device import MemoryCounter
     from memkit.plan import StepTrace
     from memkit.profile import MemoryReport
 
@@ -53,7 +53,6 @@ class BudgetState(RematState):
         self.of_copies = self._part(OffloadState)
         self.before = 0, 0
         """The numbers of finished backwards and of steps that deviated, when the last forward began."""
-        self.region_times: list[tuple[Event, Event]] = []
         self.judged: tuple[Trace, Planned] | None = None
         self.peak: StepPeak | None = None
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from memkit.activations.offloading.schedule import Schedule, ready_at
 from memkit.activations.saved.traces import NO_VALUE, Capture, Trace
 from memkit.core import torch_private
-from memkit.plan import NO_OP, Action, CopySchedule, Plan, PlannedValue
+from memkit.plan import NO_OP, Action, CopySchedule
 from memkit.recording.expected import ExpectedOp
 from memkit.recording.recorded import OpClass
 
@@ -51,15 +51,9 @@ def schedule_of_moves(
     copies = _copies_of(moved, seen, numbers, places, uses)
     if copies is None:
         return None
-    actions = {numbers[planned.value]: planned.action for planned in plan.values}
-    sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
-    saves = tuple(
-        PlannedValue(index=index, num_bytes=sizes_bytes[index], action=actions.get(index, Action.KEEP), reason="as planned")
-        for index in range(len(sizes_bytes))
-    )
-    told = Plan(saves=saves, limit_bytes=float(plan.budget_bytes), predicted_peak_bytes=plan.predicted_peak_bytes)
     leaving = frozenset(numbers[planned.value] for planned in moved)
-    return Schedule(seen, told, leaving, [copies], device, len(saves), [uses], ())
+    num_values = len({save.value for save in seen} - {NO_VALUE})
+    return Schedule(seen, 0, leaving, [copies], device, num_values, [uses], ())
 
 
 def _copies_of(
@@ -94,7 +88,6 @@ def _copies_of(
         return None
     visible = {numbers[planned.value] for planned in moved} | {uses[ordinal] for ordinal in fetched}
     requests = [value for value in first if value in visible]
-    sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
     return CopySchedule(
         out=tuple((numbers[planned.value],) for planned in leaving),
         num_sent=tuple(_counts(sent, num_saves + 1)),
@@ -102,7 +95,7 @@ def _copies_of(
         back=tuple((numbers[planned.value],) for planned in coming),
         requests=tuple(requests),
         num_fetched=tuple(bisect_right(fetched, first[value]) for value in requests),
-        peak_bytes=max(accumulate(_changes(seen, leaving, gone, numbers, sizes_bytes)), default=0),
+        peak_bytes=0,  # nobody asks
         num_released_at_request=len(leaving),
     )
 
@@ -113,23 +106,6 @@ def _counts(moments: Sequence[int], num_places: int) -> list[int]:
         if moment < num_places:
             due[moment] += 1
     return list(accumulate(due))
-
-
-def _changes(
-    seen: Sequence[SeenSave],
-    leaving: Sequence[PlannedValue],
-    gone: Sequence[int],
-    numbers: Mapping[int, int],
-    sizes_bytes: Mapping[int, int],
-) -> list[int]:
-    changes, known = [0] * (len(seen) + 2), set[int]()
-    for place, save in enumerate(seen):
-        if save.value != NO_VALUE and save.value not in known:
-            known.add(save.value)
-            changes[place] += save.num_bytes
-    for planned, place in zip(leaving, gone, strict=True):
-        changes[place] -= sizes_bytes[numbers[planned.value]]
-    return changes
 
 
 _Parameter = nn.Parameter
@@ -219,7 +195,7 @@ class StepNotes:
     def finish(self, trace: Trace, forward: PlannedForward, kinds: OpKinds) -> SteadyStep | None:
         """Return the notes of a finished step; None if they are of no use."""
         planned, ops, recording = self.planned, trace.ops, forward.recording
-        plan, schedule, uses = planned.plan, planned.schedule, planned.plan.step.uses
+        plan, uses = planned.plan, planned.plan.step.uses
         if not self.is_whole or not uses or ops is None:
             return None
         counts, seen, lineage = forward.counts, self._capture.saves, ops.step.lineage
@@ -227,17 +203,17 @@ class StepNotes:
         moves = schedule_of_moves(plan, seen, self._numbers, places, forward.ledger.device)
         recorded = self._recorded_ops(lineage, recording.overwritten)
         has_lent = any(root.lent is not None for root in recording.roots.values())  # lent roots get new numbers again
-        if has_lent or not recording.overwritten.isdisjoint(schedule.retained):
+        if has_lent or not recording.overwritten.isdisjoint(planned.retained):
             recorded = set(range(len(lineage.ins)))
         ops_read = {op for replay in plan.replays for op in replay.ops} | recorded
         last = {value: request for request, value in enumerate(uses)}
-        lent = {value for value, until in schedule.held_until.items() if last.get(value, -1) < until}
-        held = lent | schedule.retained
-        releases = {request for request, values in schedule.releases.items() if not held.isdisjoint(values)}
+        lent = {value for value, until in planned.held_until.items() if last.get(value, -1) < until}
+        held = lent | planned.retained
+        releases = {request for request, values in planned.releases.items() if not held.isdisjoint(values)}
         with_records = {each.value for each in plan.values if each.action is not Action.KEEP} | held
-        with_records |= {uses[request] for request in (0, *schedule.fetches, *releases) if request < len(uses)}
+        with_records |= {uses[request] for request in (0, *planned.fetches, *releases) if request < len(uses)}
         read = {source for op in ops_read for source in lineage.ins[op]} - with_records
-        due = {*schedule.copies, *schedule.lets_go}
+        due = {*planned.copies, *planned.lets_go}
         step = SteadyStep(
             planned=planned,
             saves=tuple(
@@ -266,7 +242,7 @@ class StepNotes:
             return replace(step, known_s=known_s)
         if self.functions is None:
             return replace(step, ops=expected, known_s=known_s)
-        needed = schedule.retained | {save.value for save in step.saves if save.has_record or save.is_read}
+        needed = planned.retained | {save.value for save in step.saves if save.has_record or save.is_read}
         marks = zip(self._counts_at, ends, expected, strict=True)
         again = [recording.calls[op] if not each.is_skipped and end == op + 1 else None for (_, op), end, each in marks]
         known = self.functions.known(expected, again, needed, [value for value, _, _ in self._saves])
@@ -281,7 +257,7 @@ class StepNotes:
         ops_read: Collection[int],
         kinds: OpKinds,
     ) -> Iterator[ExpectedOp]:
-        needed = {value for value, _, _ in self._saves} | self.planned.schedule.retained
+        needed = {value for value, _, _ in self._saves} | self.planned.retained
         needed.update(*(lineage.ins[op] for op in ops_read))
         ends = [*self._counts_at[1:], (len(lineage.maker), len(lineage.ins))]
         for place, (func, (first, op), (next_first, next_op)) in enumerate(zip(funcs, self._counts_at, ends, strict=True)):
@@ -311,7 +287,7 @@ class StepNotes:
             saved_at.setdefault(value, place)
         dropped = {each.value for each in plan.values if each.action is Action.RECOMPUTE}
         asked = set(plan.step.uses) - dropped
-        retained = self.planned.schedule.retained
+        retained = self.planned.retained
         recorded = {lineage.maker[value] for value in retained if lineage.maker[value] != NO_OP}
         found = set[int]()
         for until, first in sorted((saved_at[value], value) for value in dropped if value in saved_at):

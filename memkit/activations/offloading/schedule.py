@@ -74,7 +74,7 @@ class Schedule:
     def __init__(
         self,
         seen: Sequence[SeenSave],
-        plan: Plan,
+        window_bytes: int,
         leaving: frozenset[int],
         parts: Sequence[CopySchedule],
         device: Device,
@@ -108,7 +108,7 @@ class Schedule:
         # the figures that a forward adds to `Counts` if it follows the schedule to its end
         self.seen_bytes, self.unique_bytes = sum(save.seen_bytes for save in seen), sum(self.sizes_bytes.values())
         self.kept_bytes = self.unique_bytes - sum(self.sizes_bytes[value] for value in leaving)
-        self.window_bytes, self.peak_bytes = plan.window_bytes, self._peak_bytes(requests)
+        self.window_bytes, self.peak_bytes = window_bytes, self._peak_bytes(requests)
         self.host_bytes = tuple(
             sum(rounded(self.sizes_bytes[value], ALIGNMENT_BYTES) for value in values)
             for values in (leaving - self.rest, self.rest)
@@ -243,9 +243,8 @@ def make_schedule(
     visible = leaving.union(*(part.requests for part in parts))
     told = [(_told(part, asked, visible), asked) for part, asked in zip(parts, requests, strict=True)]
     told = [(part, asked) for part, asked in told if part.requests] or told[:1]  # the others do nothing
-    return Schedule(
-        seen, plan, leaving, [part for part, _ in told], device, len(plan.saves), [asked for _, asked in told], paused
-    )
+    parts, asked_for = [part for part, _ in told], [asked for _, asked in told]
+    return Schedule(seen, plan.window_bytes, leaving, parts, device, len(plan.saves), asked_for, paused)
 
 
 def _told(part: CopySchedule, asked: Sequence[int], visible: Collection[int]) -> CopySchedule:
