@@ -10,8 +10,9 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from memkit.activations.saved.records import ON_DEVICE, Record
+from memkit.activations.saved.records import ON_DEVICE, Handle, Record
 from memkit.core import torch_private
 from memkit.core.compiled import AHEAD_OF_COMPILED_S
 from memkit.core.torch_state import dynamo_is_loaded
@@ -34,6 +35,8 @@ class Meter:
     def __init__(self, device: Device, counter: MemoryCounter | None, forward: PlannedForward) -> None:
         self._device, self._counter = device, counter
         self._forward = weakref.proxy(forward)
+        self._window = window = forward.window
+        self.lend, self.change = window.lend, window.change
         self.base_bytes = 0 if counter is None else counter.allocated_bytes()
         self.live_bytes: list[int] = []
         """Bytes beyond the base, in the plain step: the peak during each op of the forward, then up to the first request of the
@@ -143,20 +146,19 @@ class Meter:
 
     # Backward
 
-    def begin_request(self) -> None:
-        if torch_private.backward_task() == -1 or self._begun is None:
-            return
-        self._note_peak()
-        self._events.append((self._begun, self._device.record_event()))
-        self._begun = None
-
-    def end_request(self) -> None:
-        if self._begun is not None or self.is_whole or torch_private.backward_task() == -1:
-            return
-        self._note_beside()
-        if self._counter is not None:
-            self._counter.reset_peak()
-        self._begun = self._device.record_begin()
+    def unpack(self, handle: Handle) -> Tensor:
+        is_asked = torch_private.backward_task() != -1
+        if is_asked and self._begun is not None:
+            self._note_peak()
+            self._events.append((self._begun, self._device.record_event()))
+            self._begun = None
+        tensor = self._window.unpack(handle)
+        if is_asked and self._begun is None and not self.is_whole:
+            self._note_beside()
+            if self._counter is not None:
+                self._counter.reset_peak()
+            self._begun = self._device.record_begin()
+        return tensor
 
     def end_backward(self) -> None:
         if self._begun is not None and self._events:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memkit.activations.recomputing.recorded_forward import RecordedForward
-from memkit.activations.saved.records import Handle, Record, SavedResidency, Unpacker
+from memkit.activations.saved.records import Record, SavedResidency
 from memkit.core.kept import KeptHandle
 from memkit.core.torch_state import is_saved_by_compiled_code
 from memkit.errors import HostMemoryError
@@ -33,18 +33,6 @@ class _Lent(NamedTuple):
 
     storage: torch.UntypedStorage
     marks: list[KeptHandle]
-
-
-class MeteredUnpacker:
-    def __init__(self, unpacker: Unpacker, meter: Meter) -> None:
-        self._unpacker, self._meter = unpacker, meter
-        self.lend, self.change = unpacker.lend, unpacker.change
-
-    def unpack(self, handle: Handle) -> Tensor:
-        self._meter.begin_request()
-        tensor = self._unpacker.unpack(handle)
-        self._meter.end_request()
-        return tensor
 
 
 class PlannedForward(RecordedForward):
@@ -87,7 +75,7 @@ class PlannedForward(RecordedForward):
             window.fit_arena(planned.plan.moved_bytes)
 
     def measure(self, meter: Meter) -> None:
-        self.meter, self.unpacker = meter, MeteredUnpacker(self.window, meter)
+        self.meter = self.unpacker = meter
 
     @property
     def is_waiting(self) -> bool:
