@@ -18,14 +18,7 @@ from memkit.activations.recomputing.unrecorded import RegionStage
 from memkit.activations.saved.settled import Way
 from memkit.core.hooks import innermost_pack
 from memkit.device import Device, ReferenceDevice
-from tests.activations.budgeting.test_semantics import (
-    STEPS,
-    Make,
-    Net,
-    outcome,
-    plain_step,
-    retained,
-)
+from tests.activations.budgeting.test_semantics import STEPS, Make, Net, Step, outcome, plain_step
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.activations.remat.conftest import dear_ops as dear_ops
@@ -34,9 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings(NO_PLAN_FITS),
     pytest.mark.usefixtures("any_times", "dear_ops", "moving"),
 ]
-
-
-_OFTEN = (retained,)
 
 
 class Block(nn.Module):
@@ -111,12 +101,10 @@ def test_copies_beside_calls_are_tried_only_where_it_would_fit_if_none_left_in_t
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "train",
-    [pytest.param(step, marks=() if step in _OFTEN else pytest.mark.slow) for step in STEPS],
+    [pytest.param(step, marks=() if step.__name__ == "retained" else pytest.mark.slow) for step in STEPS],
     ids=lambda train: train.__name__,
 )
-def test_other_steps_are_exact_and_leave_nothing(
-    train: Callable[[Net, Device, Make], None], device: Device, fastest: Callable[[Way], None]
-) -> None:
+def test_other_steps_are_exact_and_leave_nothing(train: Step, device: Device, fastest: Callable[[Way], None]) -> None:
     fastest(Way.REGIONS_AND_COPIES)
     torch.manual_seed(0)
     net = BlockNet().to(device.torch_device)
