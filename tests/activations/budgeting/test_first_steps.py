@@ -321,9 +321,7 @@ def test_second_step_goes_by_the_first() -> None:
     step(x, [1] * 30, make)
     state = budget_states["first"]
     trace = state.traces.latest
-    assert trace is not None
     shown = state.learning.shown(trace)
-    assert shown is not None
     assert shown.is_whole
     assert shown.is_of(29, UNIT_BYTES)
     assert not shown.is_of(30, UNIT_BYTES)
@@ -365,7 +363,6 @@ def test_what_cannot_be_made_again_leaves(units: int, device: Device) -> None:
     x = torch.randn(MIB_NUMEL, device=device.torch_device, requires_grad=True)
     plain = _sines(x, nullcontext)
     counter, copies = device.memory_counter(), []
-    assert counter is not None
     x.grad = None
     most_bytes = counter.allocated_bytes() + (units << 20)
     room_bytes = 4096 if device.torch_device.type == "cuda" else 0  # of the sum behind the context
@@ -413,12 +410,10 @@ def test_value_that_all_layers_save_and_no_op_makes_again_is_planned_for(
             for _ in range(12):
                 y = (torch.tanh(y * bias) + 1).sin()
         y.sum().backward()
-        assert x.grad is not None
         return [y.detach(), x.grad]
 
     plain = train(nullcontext)
     counter = device.memory_counter()
-    assert counter is not None
     most_bytes = counter.allocated_bytes() + (int(share * 48) << 20)
     make = partial(memkit.MemoryBudget, f"{most_bytes}B", "shared", min_bytes=0, device=device)
     for _ in range(5):

@@ -276,7 +276,6 @@ def test_larger_step_where_nothing_is_recorded_compiles_as_was_chosen_and_keeps_
 def _gradient(model: nn.Module, x: Tensor) -> Tensor:
     same = x.detach().requires_grad_()
     model(same).square().sum().backward()
-    assert same.grad is not None
     return same.grad
 
 

@@ -137,7 +137,6 @@ def test_agrees_with_the_trace_of_the_step_without_data(name: str, min_bytes: in
         model, x, device="meta", backward=True, trace=True, target="cpu", min_bytes=min_bytes, print_table=False
     )
     meta = report.trace
-    assert meta is not None
 
     assert _saved(trace) == _saved(meta)
     assert _asked(trace) == _asked(meta)
@@ -187,7 +186,6 @@ def test_step_of_larger_sizes_takes_as_much_more() -> None:
     """By the save that grows the most; smaller saves grow with it."""
     scaled = Foresight(TRACE).scaled(0, 8 * MIB)
 
-    assert scaled is not None
     assert not scaled.is_whole
     assert (scaled.after_save(1), scaled.after_request(2)) == (26 * MIB, 12 * MIB)
     assert scaled.is_of(1, 16 * MIB)
@@ -196,14 +194,12 @@ def test_step_of_larger_sizes_takes_as_much_more() -> None:
     assert not scaled.is_of(2, MIB)
     assert scaled.scaled(2, MIB) is None
     more = scaled.scaled(1, 24 * MIB)
-    assert more is not None
     assert more.after_save(1) == 39 * MIB
 
 
 def test_step_of_smaller_sizes_takes_no_less() -> None:
     scaled = Foresight(TRACE).scaled(0, MIB)
 
-    assert scaled is not None
     assert (scaled.after_save(1), scaled.after_request(2)) == (13 * MIB, 6 * MIB)
 
 

@@ -140,7 +140,6 @@ def test_ways_are_tried_and_the_fastest_is_chosen(way: Way, device: Device, fast
     state, last = budget_states["ways"], found[-1]
     ways = state.ways
 
-    assert ways is not None
     assert ways.is_decided
     assert went[:6] == [Way.OPS] * 6
     assert not any(stats.is_recorded for gone, stats in zip(went, found, strict=True) if gone is not Way.OPS)
@@ -160,7 +159,6 @@ def test_ways_are_tried_and_the_fastest_is_chosen(way: Way, device: Device, fast
         assert last.predicted_s == pytest.approx(last.plain_s + last.estimated_replay_s)
         assert last.step_s == state.learning.last_step_s() > 0
         context = make()
-        assert context.regions is not None
         assert context.regions.dropped
         assert context.plan is budget_states["ways"].learning.last
         assert last.ledger_peak_bytes <= ways.limit_bytes
@@ -257,9 +255,6 @@ def test_plan_is_made_anew_where_a_step_takes_more_unless_it_is_the_least_one(bu
         train(model, x, make)
     state = budget_states["over"]
     trace, limits, budget_bytes = state.traces.latest, state.limits, state.budget_bytes
-    assert trace is not None
-    assert limits is not None
-    assert budget_bytes is not None
     learned = state.learning.of(trace)
     (planned,) = learned.plans.values()
     most_bytes = max(planned.plan.predicted_peak_bytes, budget_bytes)
@@ -298,7 +293,6 @@ def test_plans_are_made_anew_for_the_speed_that_steps_copy_with(monkeypatch: pyt
     monkeypatch.setattr(learning, "_OTHER_LINK", 0.05)
     monkeypatch.setattr(learning, "_QUITE_OTHER_LINK", 0.2)
     trace, learned = budget_states["link"].traces.latest, budget_states["link"].learning
-    assert trace is not None
     gpu, known = planner_of("link").problem.gpu, learned.of(trace)
     out, back = gpu.d2h_bytes_per_s / 0.98, gpu.h2d_bytes_per_s / 0.98
     small = [(1.1 * out, 0.9 * back), (1.04 * out, 0.96 * back), (0.98 * out, 1.1 * back), (1.1 * out, back), (0.9 * out, back)]
@@ -323,7 +317,6 @@ def test_small_differences_of_the_link_count_once_three_steps_show_them(monkeypa
     _steps(ReferenceDevice(), 3)
     monkeypatch.setattr(learning, "_OTHER_LINK", 0.05)
     trace, learned, gpu = budget_states["link"].traces.latest, budget_states["link"].learning, planner_of("link").problem.gpu
-    assert trace is not None
     out, back = gpu.d2h_bytes_per_s / 0.98, gpu.h2d_bytes_per_s / 0.98
     found = []
     for share in (1.1, 0.99, 1.15):
@@ -339,7 +332,6 @@ def test_link_that_others_take_in_bursts_is_set_anew_only_once_or_twice(monkeypa
     monkeypatch.setattr(learning, "_OTHER_LINK", 0.05)
     monkeypatch.setattr(learning, "_QUITE_OTHER_LINK", 0.2)
     trace, learned, planners = budget_states["link"].traces.latest, budget_states["link"].learning, []
-    assert trace is not None
     seen = [(26.1, 24.1), (29.7, 24.8), (25.6, 23.9), (26.1, 25.4), (27.3, 33.3), (26.0, 22.4), (31.6, 24.3), (24.3, 25.5)]
     for out, back in [(53.3, 54.7), *seen, (30.6, 23.7), (26.4, 24.7), (25.6, 22.6)]:
         learned.note_link(trace, out * 1e9, back * 1e9)
@@ -354,7 +346,6 @@ def test_link_is_set_anew_eight_times_at_most(is_faster: bool, monkeypatch: pyte
     _steps(ReferenceDevice(), 3)
     monkeypatch.setattr(learning, "_QUITE_OTHER_LINK", 0.01)
     trace = budget_states["link"].traces.latest
-    assert trace is not None
     planners = []
     for number in range(1, 13):
         rate = 4.0 ** (number if is_faster else -number) * 1e9
@@ -393,7 +384,6 @@ def test_given_plan_that_only_keeps_needs_no_recorder(kind: str, monkeypatch: py
     for _ in range(3):
         train(model, x, lambda: budget)
     plan = budget.plan
-    assert plan is not None
     assert plan.is_plain
     given = memkit.MemoryBudget("1GiB", "given", min_bytes=1, device=device, plan=plan)
     if kind == "attached":
@@ -439,7 +429,6 @@ def test_step_of_other_shapes_keeps_to_the_budget_and_leaves_the_chosen_way(fast
     for _ in range(30):
         assert_same_bits(train(model, x, nullcontext), plain[8])
     state = budget_states["shapes"]
-    assert state.ways is not None
     assert state.ways.is_decided
     assert state.way is Way.REGIONS
     for _ in range(4):

@@ -65,7 +65,6 @@ def _learned(net: BlockNet, device: Device) -> Make:
         ways = budget_states["both"].ways
         if ways is not None and ways.is_decided:
             break
-    assert ways is not None
     assert ways.way is Way.REGIONS_AND_COPIES
     stats = memkit.stats("both")
     assert stats.num_copies_out
@@ -93,7 +92,6 @@ def test_copies_beside_calls_are_tried_only_where_it_would_fit_if_none_left_in_t
         if ways is not None and ways.is_decided:
             break
 
-    assert ways is not None
     assert ways.is_decided
     assert (Way.REGIONS_AND_COPIES in ways.fastest_s) == (room == 1.0)
 
