@@ -167,19 +167,13 @@ def _asked(trace: StepTrace) -> list[int]:
 TRACE = make_trace([((0,), 4, 1.0), ((1,), 2, 1.0), ((2,), 8, 1.0)], [1, 3], extra=[1, 2, 3, 4, 5, 6])
 
 
-def test_places_are_as_drawn() -> None:
+def test_what_comes_after_saves_and_requests_is_as_drawn() -> None:
+    shown = Foresight(TRACE)
+
     assert (TRACE.save_places, TRACE.use_places) == ((1, 3), (3, 5))
     assert [level // MIB for level in TRACE.live_bytes] == [5, 8, 17, 16, 9, 10]
-
-
-@pytest.mark.parametrize(("num_saves", "mib"), [(0, 13), (1, 13), (2, 4), (3, 4), (99, 4)])
-def test_after_saves(num_saves: int, mib: int) -> None:
-    assert Foresight(TRACE).after_save(num_saves) == mib * MIB
-
-
-@pytest.mark.parametrize(("num_requests", "mib"), [(0, 5), (1, 5), (2, 6), (99, 6)])
-def test_after_requests(num_requests: int, mib: int) -> None:
-    assert Foresight(TRACE).after_request(num_requests) == mib * MIB
+    assert [shown.after_save(number) // MIB for number in (0, 1, 2, 3, 99)] == [13, 13, 4, 4, 4]
+    assert [shown.after_request(number) // MIB for number in (0, 1, 2, 99)] == [5, 5, 6, 6]
 
 
 def test_step_of_larger_sizes_takes_as_much_more() -> None:
