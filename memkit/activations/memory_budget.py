@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memkit.activations.budgeting.limits import Limits
-from memkit.activations.budgeting.state import BudgetState, budget_states
+from memkit.activations.budgeting.state import budget_states
 from memkit.activations.context import RecordedContext
 from memkit.activations.recomputing.budget import recorded_alone
 from memkit.activations.saved.entry import Entry, entries_around, stop_recording
@@ -194,7 +194,8 @@ class MemoryBudget(RecordedContext):
     def foresee(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Run a step of the module without data if nothing is known under the tag, so that the first keeps to the budget."""
         self._check_place()
-        device = self._device or _device_of(model)
+        found = next((parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"), None)
+        device = self._device or (None if found is None else open_device(found))
         report, limits = find_report(self.tag), self._limits
         is_told = limits.plan is not None or (report is not None and report.trace is not None)
         is_known = is_told or isinstance(self.budget, float) or not self._looks_ahead
@@ -232,11 +233,6 @@ class MemoryBudget(RecordedContext):
         return f'<MemoryBudget(tag="{self.tag}"): at most {held} of the device; what does not fit leaves or is recomputed>'
 
 
-def _device_of(model: nn.Module) -> Device | None:
-    found = next((parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"), None)
-    return None if found is None else open_device(found)
-
-
 def _figures(tag: str) -> dict[str, Any] | None:
     state = budget_states.get(tag)
     if state is None:
@@ -244,39 +240,31 @@ def _figures(tag: str) -> dict[str, Any] | None:
     with state.lock:
         for each in (state, state.of_regions, state.of_copies):
             each.sweep()
-        plan, counts = state.learning.last, state.counts
+        learning, plan, counts, ways, regions = state.learning, state.learning.last, state.counts, state.ways, state.regions
         copies = state.of_copies.counts if state.way is Way.REGIONS_AND_COPIES else counts
-        return {
+        figures = {
             **state.figures(),
             **copies.figures_of_copies(),
             "budget_bytes": state.budget_bytes,
             "num_kept": max(0, counts.num_saved - counts.num_dropped - copies.moved_out.num_copies),
             "predicted_peak_bytes": None if plan is None else plan.predicted_peak_bytes,
-            "step_peak_bytes": state.learning.last_peak_bytes,
+            "step_peak_bytes": learning.last_peak_bytes,
             "predicted_s": None if plan is None else plan.predicted_s,
-            "step_s": state.learning.last_step_s(),
+            "step_s": learning.last_step_s(),
             "plain_s": None if plan is None else plan.plain_s,
             "min_budget_bytes": None if plan is None else plan.min_budget_bytes,
-            "num_plans": state.learning.num_plans,
-            **_with_regions(state),
+            "num_plans": learning.num_plans,
         }
-
-
-def _with_regions(state: BudgetState) -> dict[str, Any]:
-    ways, regions = state.ways, state.regions
-    planner = None if state.ways_for is None else state.learning.of(state.ways_for[0]).planner
-    if ways is None or planner is None or regions is None:
-        return {}
-    plain_s, peak_bytes = planner.problem.plain_s, None if state.peak is None else state.peak.num_bytes
-    predicted_bytes = ways.predicted_bytes(regions)
-    if peak_bytes is None and not ways.is_learning:
-        peak_bytes = predicted_bytes  # the last one that was seen
-    return {
-        "plain_s": plain_s,
-        "predicted_s": plain_s + regions.plan.predicted_replay_s,
-        "predicted_peak_bytes": predicted_bytes,
-        "step_peak_bytes": peak_bytes,
-    }
+        if ways is not None and regions is not None and plan is not None:
+            peak_bytes, predicted_bytes = None if state.peak is None else state.peak.num_bytes, ways.predicted_bytes(regions)
+            if peak_bytes is None and not ways.is_learning:
+                peak_bytes = predicted_bytes  # the last one that was seen
+            figures |= {
+                "predicted_s": plan.plain_s + regions.plan.predicted_replay_s,
+                "predicted_peak_bytes": predicted_bytes,
+                "step_peak_bytes": peak_bytes,
+            }
+        return figures
 
 
 report_from(MemoryBudget.__name__, tags=lambda: list(budget_states), figures=_figures)

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from memkit.activations.budgeting.learning import Planned
     from memkit.activations.budgeting.limits import Limits
-    from memkit.activations.budgeting.meter import Foresight
     from memkit.activations.budgeting.state import BudgetState
     from memkit.activations.budgeting.steady_step import Moves, SteadySave, SteadyStep
     from memkit.activations.offloading.scheduled import ScheduledForward
@@ -183,7 +182,7 @@ class BudgetStage(RecordingStage):
 
     def _decide(self, *, raises: bool) -> Decider:
         state, limits, device = self._state, self._limits, self._device
-        counter = None if device is None else device.memory_counter()
+        counter = state.counter
         if counter is not None:
             self._judge()
             self._base_bytes = counter.allocated_bytes()
@@ -210,10 +209,9 @@ class BudgetStage(RecordingStage):
         self._allowed_bytes = share * self._limits.allocated_bytes(budget_bytes) - self._coming_bytes
 
     def _check_capacity(self, budget_bytes: int) -> None:
-        device = self._device
-        if device is None or self._state.is_within_capacity:
+        counter = self._state.counter
+        if self._device is None or self._state.is_within_capacity:
             return
-        counter = device.memory_counter()
         capacity_bytes = None if counter is None else counter.capacity_bytes()
         if capacity_bytes is not None and budget_bytes > capacity_bytes:
             raise ValueError(
@@ -239,8 +237,7 @@ class BudgetStage(RecordingStage):
 
     def _limit_now(self, forward: PlannedForward | None = None) -> float:
         """Return the most bytes that saved values and replays may take on the device now, beside all other bytes."""
-        device, forward = self._device, forward or self._opened
-        counter = None if device is None else device.memory_counter()
+        counter, forward = self._state.counter, forward or self._opened
         if counter is None or forward is None:
             return self._allowed_bytes
         foresight, foreseen_bytes = self._foresight, math.inf
@@ -267,8 +264,7 @@ class BudgetStage(RecordingStage):
             note_no_host=state.learning.note_no_host,
         )
         self._opened, self._meter, self._notes = forward, None, None
-        trace = decider.follower.trace
-        counter = None if device is None else device.memory_counter()
+        trace, counter = decider.follower.trace, state.counter
         if device is None:
             return forward
         learning, planned = state.learning, decider.planned
@@ -489,7 +485,9 @@ class BudgetStage(RecordingStage):
         foresight = self._foresight
         save = len(forward.saves) - 1
         if foresight is not None and not foresight.is_of(save, num_bytes) and forward is self._opened:
-            self._scale_foresight(foresight.scaled(save, num_bytes))
+            self._foresight = foresight.scaled(save, num_bytes)
+            if self._state.budget_bytes is not None:
+                self._allow(_UNPLANNED)
         opened, decider, planned = self._opened, self._planned_decider, self._planned_decider.planned
         if opened is not None and opened.planned is not planned:
             opened.planned = planned
@@ -497,11 +495,6 @@ class BudgetStage(RecordingStage):
             state, trace = self._state, decider.follower.trace
             is_of_other = state.judged is not None and save == 0  # its peak says nothing about the plan from which it deviated
             state.judged = (trace, planned) if is_of_other and trace is not None and planned is not None else None
-
-    def _scale_foresight(self, foresight: Foresight | None) -> None:
-        self._foresight = foresight
-        if self._state.budget_bytes is not None:
-            self._allow(_UNPLANNED)
 
     def _end_recorded(self, *, learn: bool) -> None:
         forward, meter, state, notes = self._forward, self._meter, self._state, self._notes
@@ -541,7 +534,7 @@ class BudgetStage(RecordingStage):
 
     def _leave_room_behind(self, forward: PlannedForward, meter: Meter) -> None:
         """After a first forward, move saved values to make room for the unknown rest of the step."""
-        counter = None if self._device is None else self._device.memory_counter()
+        counter = self._state.counter
         if counter is not None and (self._foresight is None or not self._foresight.is_whole):
             room_bytes = self._allowed_bytes - _OF_LOSS * meter.returned_bytes
             with self._lock:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from memkit.activations.budgeting.meter import Foresight, is_other_link, measured_s, observed_trace
+from memkit.activations.budgeting.meter import Foresight, is_other_link, observed_trace
 from memkit.activations.budgeting.ways import Ways, ways_within
 from memkit.activations.recomputing.decider import Decider
 from memkit.activations.saved.traces import Follower, Trace, Traces
@@ -290,7 +290,7 @@ class Learning:
         assert meter is not None
         step = replace(ops.step, uses=meter.uses, use_ends=meter.use_ends)
         trace = observed_trace(meter, step, ops.names, target=device.torch_device.type, min_bytes=limits.min_bytes)
-        learned.meter, learned.measured_s = None, measured_s(meter, step)
+        learned.meter, learned.measured_s = None, meter.seconds(step)
         self.first = None
         return JointPlanner(make_problem(trace, self.gpu(device), measured_s=learned.measured_s))
 

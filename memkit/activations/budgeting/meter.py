@@ -167,15 +167,15 @@ class Meter:
             self.uses, self.use_ends = tuple(self._forward.uses), ends_of(self._forward.use_nodes)
             self._begun, self.is_whole = None, len(self.uses) + 1 == len(self._events)
 
-    def opaque_s(self) -> dict[int, float]:
-        """Return the seconds of unrecorded ops by index. The host waits."""
+    def seconds(self, step: Step) -> list[float]:
+        """Return the seconds of all ops of the forward, to the first request, and between requests. The host waits."""
         self._device.synchronize()
-        return {place: sum(begin.elapsed_s(end) for begin, end in times) for place, times in self._opaque_times}
-
-    def stretches_s(self) -> list[float]:
-        """Return the seconds from the end of the forward to the first request, and between requests. The host waits."""
-        self._device.synchronize()
-        return [begin.elapsed_s(end) for begin, end in self._events]
+        found = [0.0] * self.num_forward_ops
+        for place, taken_s in zip(self.op_places, step.lineage.seconds, strict=True):
+            found[place] += taken_s
+        for place, times in self._opaque_times:
+            found[place] += sum(begin.elapsed_s(end) for begin, end in times)
+        return found + [begin.elapsed_s(end) for begin, end in self._events]
 
     # Bytes
 
@@ -271,18 +271,13 @@ def _most_between(places: Sequence[int], beside: Sequence[int], end: int) -> lis
     return found
 
 
-_BACKWARD = "backward"
-
-
 def observed_trace(meter: Meter, step: Step, names: Mapping[int, tuple[str, str]], *, target: str, min_bytes: int) -> StepTrace:
     """Return a measured step as a trace. Its backward has one op for each interval between two requests."""
     lineage, num_forward = step.lineage, meter.num_forward_ops
     num_ops = len(meter.live_bytes)
     first_request = num_forward + 1
     use_places = tuple(first_request + request for request in range(len(step.uses)))
-    last_use: dict[int, int] = {}
-    for request, value in enumerate(step.uses):
-        last_use[value] = request
+    last_use = {value: request for request, value in enumerate(step.uses)}
     saved_at: dict[int, int] = {}
     for value, place in zip(step.saves, meter.save_places, strict=True):
         saved_at.setdefault(value, place)
@@ -300,14 +295,13 @@ def observed_trace(meter: Meter, step: Step, names: Mapping[int, tuple[str, str]
                 continue
             freed = released = meter.released[value]
         lifetimes[value] = Lifetime(made_at=made, released_at=max(released, made), freed_at=max(freed, made))
-    works = [_work(name) for name in meter.names]
-    works += [_work(_BACKWARD)] * (num_ops - num_forward)
+    names_of_ops = [*meter.names, *["backward"] * (num_ops - num_forward)]
     return StepTrace(
         model="",
         inputs="",
         target=target,
         min_bytes=min_bytes,
-        ops=tuple(works),
+        ops=tuple(OpWork(name=name, kind=OpKind.POINTWISE, flops=0.0, num_bytes=0, dtype="") for name in names_of_ops),
         num_forward_ops=num_forward,
         step=step,
         op_places=tuple(meter.op_places),
@@ -320,19 +314,6 @@ def observed_trace(meter: Meter, step: Step, names: Mapping[int, tuple[str, str]
         trainable_bytes=0,
         names=dict(names),
     )
-
-
-def measured_s(meter: Meter, step: Step) -> list[float]:
-    seconds = [0.0] * meter.num_forward_ops
-    for place, taken_s in zip(meter.op_places, step.lineage.seconds, strict=True):
-        seconds[place] += taken_s
-    for place, taken_s in meter.opaque_s().items():
-        seconds[place] += taken_s
-    return seconds + list(meter.stretches_s())
-
-
-def _work(name: str) -> OpWork:
-    return OpWork(name=name, kind=OpKind.POINTWISE, flops=0.0, num_bytes=0, dtype="")
 
 
 def is_other_link(link: GpuSpec, found: tuple[float, float], least: float) -> bool:

@@ -99,19 +99,18 @@ def _numel(shapes: Shapes | None) -> int:
 
 def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways | None:
     is_as_before, state.shapes = shapes == state.shapes, shapes
-    if state.ways is not None and state.limits != limits:
+    are_other, state.limits = state.limits != limits, limits
+    if state.ways is not None and are_other:
         state.ways = None
         state.learning.choose_again(state.traces)
         state.let_go_of_others(Way.OPS)
     latest = state.traces.latest
-    if state.ways is None and state.limits == limits and latest is not None and is_as_before:
+    if state.ways is None and not are_other and latest is not None and is_as_before:
         state.ways, state.ways_for = state.learning.ways_of(latest, state.costs.device, choices_ahead), (latest, shapes)
     if state.ways is not None and state.ways_for is not None and state.ways_for[1] != shapes:
         state.ways.skip_step()
-        state.limits = limits
         return None
     ways, device, counter = state.ways, state.costs.device, state.counter
-    state.limits = limits
     if ways is not None and device is not None and (not ways.is_decided or ways.way is not Way.OPS):
         was_decided = ways.is_decided
         peak_bytes = None if state.way is Way.OPS or state.peak is None else state.peak.num_bytes

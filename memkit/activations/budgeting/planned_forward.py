@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,13 +26,6 @@ if TYPE_CHECKING:
     from memkit.recording.recording import Recording
 
 _NONE: frozenset[int] = frozenset()
-
-
-class _Lent(NamedTuple):
-    """A storage that a backward was given and that replays are still to read."""
-
-    storage: torch.UntypedStorage
-    marks: list[KeptHandle]
 
 
 class PlannedForward(RecordedForward):
@@ -60,8 +53,8 @@ class PlannedForward(RecordedForward):
         self._let_go: list[weakref.ref[torch.UntypedStorage]] = []
         self._asked: list[weakref.ref[Record]] = []
         """Records that the user asked to move: the schedule doesn't free them."""
-        self._lent: dict[int, _Lent] = {}
-        """Storages that a backward was given and that replays still read, by value."""
+        self._lent: dict[int, tuple[torch.UntypedStorage, list[KeptHandle]]] = {}
+        """Storages that a backward was given and that replays still read, by value, with handles that tell of writes."""
         self._kept_sources: dict[int, list[weakref.ref[KeptHandle]]] = {}
         self._stays: frozenset[int] | None = None
         """During a scheduled recompute, the intermediate values that are kept."""
@@ -114,10 +107,6 @@ class PlannedForward(RecordedForward):
 
     def other(self, value: int) -> KeptHandle | None:
         return self.kept_source(value) or super().other(value)
-
-    def _kept_storage(self, value: int) -> torch.UntypedStorage | None:
-        handle = self.kept_source(value)
-        return None if handle is None else handle.unpack().untyped_storage()
 
     def end_save(self, node: int) -> None:
         if self.meter is not None:
@@ -286,16 +275,16 @@ class PlannedForward(RecordedForward):
         if record.residency in (SavedResidency.COMING, SavedResidency.BACK):
             storage = self.ledger.fetched_copy(record)
             if storage is not None:
-                self._lent[record.value] = _Lent(storage, record.lent)
+                self._lent[record.value] = storage, record.lent
             return
         for handle in record.live_handles():
             if handle.geometry is None and handle.is_unchanged():
-                self._lent[record.value] = _Lent(handle.alias.untyped_storage(), [KeptHandle(handle.alias)])
+                self._lent[record.value] = handle.alias.untyped_storage(), [KeptHandle(handle.alias)]
                 return
 
     def _lent_storage(self, value: int) -> torch.UntypedStorage | None:
-        lent = self._lent.get(value) if self._lent else None
-        return lent.storage if lent is not None and all(mark.is_unchanged() for mark in lent.marks) else None
+        storage, marks = self._lent.get(value, (None, [])) if self._lent else (None, [])
+        return storage if all(mark.is_unchanged() for mark in marks) else None
 
     def is_available(self, value: int) -> bool:
         return self._lent_storage(value) is not None or super().is_available(value)
@@ -304,7 +293,9 @@ class PlannedForward(RecordedForward):
         return super().is_wanted(value) and (self._stays is None or value in self._stays)
 
     def _storage(self, value: int) -> torch.UntypedStorage:
-        storage = None if value in self._replay.made else self._lent_storage(value) or self._kept_storage(value)
+        storage = None if value in self._replay.made else self._lent_storage(value)
+        if storage is None and value not in self._replay.made and (handle := self.kept_source(value)) is not None:
+            storage = handle.unpack().untyped_storage()
         if storage is None:
             return super()._storage(value)
         self.ledger.device.note_read(storage)
