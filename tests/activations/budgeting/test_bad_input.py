@@ -61,13 +61,6 @@ def test_argument(options: dict[str, object], error: type[Exception], message: s
         memkit.MemoryBudget(**{"budget": 0.5, **options})
 
 
-@pytest.mark.parametrize(
-    ("budget", "wanted"), [(2**20, 2**20), (1.0, 1.0), (0.5, 0.5), ("12B", 12), ("8GiB", 8 * 2**30), ("1.5 MiB", 3 * 2**19)]
-)
-def test_budgets(budget: float | str, wanted: float) -> None:
-    assert memkit.MemoryBudget(budget).budget == wanted
-
-
 # Where it is entered
 
 Make = Callable[[str], ForwardContext]
@@ -239,17 +232,3 @@ def test_plan_that_names_other_ops() -> None:
 
     with pytest.raises(ValueError, match="this plan is for another step: its ops read or make other values"):
         memkit.MemoryBudget("1MiB", "ops", plan=plan, min_bytes=0, device=device).__enter__()
-
-
-@pytest.mark.filterwarnings(NO_PLAN_FITS)
-def test_unknown_and_known_tags() -> None:
-    with pytest.raises(ValueError, match=r'found none under "unknown"\. Run a forward in a context with tag="unknown" first'):
-        memkit.stats("unknown")
-    assert memkit.MemoryBudget(0.5, "unknown").plan is None
-    with memkit.MemoryBudget(0.5, "known"):
-        pass
-    assert memkit.MemoryBudget(0.5, "known").plan is None
-    assert memkit.stats("known").contexts == ("MemoryBudget",)
-    memkit.reset("known")
-    with pytest.raises(ValueError, match="Run a forward in a context"):
-        memkit.stats("known")

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -307,14 +307,8 @@ class Varied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: dict[str, Any] = {
-            "factor": 0.0,
-            "swaps": False,
-            "place": 0,
-            "dtype": torch.float32,
-            "power": 2,
-            "twice": False,
-        }
+        self.given: dict[str, Any] = {"factor": 0.0, "swaps": False, "place": 0, "power": 2, "twice": False}
+        self.given["dtype"] = torch.float32
 
     def forward(self, x: Tensor, total: Tensor, quiet: Quiet) -> Tensor:
         given = self.given
@@ -506,33 +500,23 @@ class Wired(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        draw = random.Random(seed)
-        self.steps: list[tuple[str, int, int]] = [
-            (draw.choice(["linear", "norm", "gate", "outside", "in place", "view"]), draw.randrange(3), draw.randrange(3))
-            for _ in range(14)
-        ]
-        self.parts = nn.ModuleList(
-            {"linear": nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16)), "norm": nn.LayerNorm(16)}.get(
-                kind, nn.Identity()
-            )
-            for kind, _, _ in self.steps
-        )
+        draw, kinds = random.Random(seed), ["linear", "norm", *self.WITHOUT_WEIGHTS]
+        self.steps = [(draw.choice(kinds), draw.randrange(3), draw.randrange(3)) for _ in range(14)]
+        made = {"linear": lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU()), "norm": lambda: nn.LayerNorm(16)}
+        self.parts = nn.ModuleList(made.get(kind, nn.Identity)() for kind, _, _ in self.steps)
+
+    WITHOUT_WEIGHTS: ClassVar[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+        "gate": lambda a, b: torch.sigmoid(a) * b,
+        "outside": lambda a, b: (a + b).tanh(),
+        "in place": lambda a, b: (a + b).relu_().mul(2),
+        "view": lambda a, b: a.view(4, 2, 16).transpose(0, 1).reshape(8, 16) + b,
+    }
 
     def forward(self, x: Tensor) -> Tensor:
         made = [x, x.sin(), x.cos()]
         for part, (kind, one, other) in zip(self.parts, self.steps, strict=True):
             a, b = made[-1 - one], made[-1 - other]
-            if kind == "gate":
-                y = torch.sigmoid(a) * b
-            elif kind == "outside":
-                y = (a + b).tanh()
-            elif kind == "in place":
-                y = (a + b).relu_().mul(2)
-            elif kind == "view":
-                y = a.view(4, 2, 16).transpose(0, 1).reshape(8, 16) + b
-            else:
-                y = part(a) + b
-            made.append(y)
+            made.append(self.WITHOUT_WEIGHTS[kind](a, b) if kind in self.WITHOUT_WEIGHTS else part(a) + b)
         return made[-1] + made[-2]
 
 

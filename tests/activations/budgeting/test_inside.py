@@ -253,7 +253,7 @@ def test_larger_step_where_nothing_is_recorded_compiles_as_was_chosen_and_keeps_
     assert not memkit.stats("inside").is_recorded
     assert (memkit.stats("inside").num_copies_out > 0) == (budget == "24KiB")
     monkeypatch.setattr(device, "memory_counter", Full)
-    larger = torch.randn(24, 32)
+    larger = torch.randn(24, 32).requires_grad_()
     found = _step(model, _budget(device, budget, optimizer), larger)
 
     assert compiled_with == [0.5, 0.5]

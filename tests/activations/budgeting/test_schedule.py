@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import MISSING, fields
 
 from memkit.activations.budgeting.learning import Planned, planned_of
 from memkit.plan import Action, GrowingLineage, Lineage, MemoryPlan
@@ -21,32 +22,12 @@ def _lineage() -> Lineage:
 LINEAGE = _lineage()
 
 
-def _plan(values: tuple[PlannedValue, ...], replays: tuple[PlannedReplay, ...] = (), num_saves: int = 4) -> MemoryPlan:
-    return MemoryPlan(
-        budget_bytes=1000,
-        predicted_s=1.0,
-        plain_s=1.0,
-        predicted_peak_bytes=900,
-        plain_peak_bytes=1200,
-        min_budget_bytes=100,
-        replayed_s=0.0,
-        stall_s=0.0,
-        moved_bytes=0,
-        gpu="reference",
-        is_measured=True,
-        step=PlannedStep(
-            model="",
-            inputs="",
-            target="cpu",
-            num_forward_ops=4,
-            num_ops=9,
-            saves=tuple((value, LINEAGE.num_bytes[value]) for value in range(1, 1 + num_saves)),
-            uses=(4, 3, 2, 1),
-            ops_digest="",
-        ),
-        values=values,
-        replays=replays,
-    )
+def _plan(values: tuple[PlannedValue, ...], replays: tuple[PlannedReplay, ...] = ()) -> MemoryPlan:
+    figures = [item.name for item in fields(MemoryPlan) if item.default is MISSING and item.default_factory is MISSING]
+    saves = tuple((value, 0) for value in (1, 2, 3, 4))
+    texts = {"model": "", "inputs": "", "target": "cpu", "ops_digest": ""}
+    step = PlannedStep(**texts, num_forward_ops=4, num_ops=9, saves=saves, uses=(4, 3, 2, 1))
+    return MemoryPlan(**{**dict.fromkeys(figures, 0), "step": step, "values": values}, replays=replays)
 
 
 def _value(value: int, action: Action, **moments: int | bool) -> PlannedValue:
