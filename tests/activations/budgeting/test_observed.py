@@ -14,6 +14,7 @@ from memkit.activations.budgeting.meter import Foresight
 from memkit.device import ReferenceDevice
 from memkit.plan import StepTrace
 from tests.activations.chains import UNIT_BYTES, leaf_on
+from tests.contracts.test_interrupts import Blocks
 from tests.plan.budget.steps import MIB, make_trace
 
 U = UNIT_BYTES
@@ -92,32 +93,12 @@ def test_step_that_is_measured_under_a_budget_is_told_as_the_plain_one(budget: s
     assert held.live_bytes[: held.num_forward_ops] == plain.live_bytes[: plain.num_forward_ops]
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Tanh()) for _ in range(3))
-        self.norm = nn.LayerNorm(32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(self.norm(x))
-        return x
+def _convolutions() -> nn.Module:
+    layers = (it for _ in range(3) for it in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1))
 
 
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.mean((2, 3))
-
-
-MODELS = {"blocks": (Blocks, (16, 32)), "convolutions": (Convolutions, (2, 4, 16, 16))}
+MODELS = {"blocks": (Blocks, (32, 16)), "convolutions": (_convolutions, (2, 4, 16, 16))}
 
 
 @pytest.mark.parametrize("min_bytes", [0, 3000])

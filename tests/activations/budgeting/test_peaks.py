@@ -79,12 +79,14 @@ def _steps(
     has_loss_inside: bool = True,
     budget: float | str = 0.6,
     between: Callable[[Allocator], None] = lambda _: None,
+    within: Callable[[Allocator], None] = lambda _: None,
 ) -> Iterator[Seen]:
-    """Yield the figures of steps under a budget, with another's work between any two."""
+    """Yield the figures of steps under a budget, with another's work between any two, and within each backward."""
     device, model = CountingDevice(), Llama(num_words=num_words)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     ids = torch.randint(0, num_words, (4, 64))
     with device.counting(model) as allocator:
+        model.blocks[0].register_full_backward_hook(lambda *_: within(allocator))
         for _ in range(num_steps):
             allocator.begin()
             with memkit.MemoryBudget(budget, "peaks", optimizer=optimizer, min_bytes=1, device=device):
@@ -155,21 +157,9 @@ def test_peak_is_the_users_once_steps_teach_nothing_more(way: Way, fastest: Call
 def test_reading_below_what_is_alive_is_none(fastest: Callable[[Way], None]) -> None:
     """Somebody resets the peak within each backward: regions are given up, since their memory is not known."""
     fastest(Way.REGIONS)
-    device, model = CountingDevice(), Llama(num_words=200)
-    optimizer, ids = torch.optim.SGD(model.parameters()), torch.randint(0, 200, (4, 64))
-    peaks = []
-    with device.counting(model) as allocator:
-        model.blocks[0].register_full_backward_hook(lambda *_: allocator.reset_peak())
-        for _ in range(90):
-            allocator.begin()
-            with memkit.MemoryBudget(0.6, "within", optimizer=optimizer, min_bytes=1, device=device):
-                loss = functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-            loss.backward()
-            peaks.append(allocator.step_peak_bytes)
-            optimizer.zero_grad()
-    stats = memkit.stats("within")
+    found = [(seen.peak_bytes, seen.stats.budget_bytes) for seen in _steps(90, within=Allocator.reset_peak)]
 
-    assert max(peaks[-10:]) <= stats.budget_bytes
+    assert all(peak_bytes <= budget_bytes for peak_bytes, budget_bytes in found[-10:])
 
 
 @of_made_up_times
