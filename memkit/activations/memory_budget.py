@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memkit.activations.budgeting.limits import Limits
+from memkit.activations.budgeting.meter import Foresight
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.context import RecordedContext
 from memkit.activations.recomputing.budget import recorded_alone
@@ -208,7 +209,8 @@ class MemoryBudget(RecordedContext):
 
         target = device.torch_device.type
         try:
-            state.foreseen = trace_ahead(model, args, kwargs, target=target, min_bytes=limits.min_bytes)
+            trace = trace_ahead(model, args, kwargs, target=target, min_bytes=limits.min_bytes)
+            state.foreseen = Foresight(trace, is_whole=False)
         except Exception as error:  # it cannot run without data, or not at all: the real call tells
             _LOGGER.info("%s: nothing is known ahead of the first step: %s", self._title, error)
         return _RAN_AHEAD

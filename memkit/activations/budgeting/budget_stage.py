@@ -22,6 +22,7 @@ from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.recording_stage import RecordingStage
 from memkit.activations.saved.settled import Settled
 from memkit.core import torch_private
+from memkit.core.interrupts import mended
 from memkit.core.kept import KeptHandle
 from memkit.core.sizes import format_bytes
 from memkit.core.tensors import is_range_of_bytes
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.recomputing.decider import Decider
     from memkit.activations.recomputing.recorded_forward import RecordedForward
+    from memkit.activations.saved.counts import Counts
     from memkit.activations.saved.traces import Trace
     from memkit.recording.recording import Recording
 
@@ -126,12 +128,12 @@ class BudgetStage(RecordingStage):
     def follow_known(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         forward, planned, trace = self._opened, self._planned_decider.planned, self._planned_decider.follower.trace
         state = self._state
-        step = None if trace is None or planned is None else state.learning.steady_step(trace, planned)
-        if step is None or forward is None or trace is None or state.learning.of(trace).shapes != state.shapes:
-            return take  # with other shapes a call saves other tensors, perhaps not all seen
+        step = None if trace is None or planned is None else state.learning.of(trace).steady_step(planned, state.shapes)
+        if step is None or forward is None:
+            return take
         self._step, self._notes = step, None
         moves = step.moves if state.inside.are_alike else None  # else one would have to know which block compiles
-        scheduled = None if moves is None else self._open_scheduled(moves, forward)
+        scheduled = None if moves is None else _open_moves(forward.window, moves, self.counts)
         if scheduled is not None:
             self._scheduled, self.is_recording = scheduled, False
             scheduled.on_end, forward.on_end = forward.on_end, None
@@ -151,18 +153,6 @@ class BudgetStage(RecordingStage):
             self._quiet = self._steady.functions = QuietFunctions(step.calls, self.recorder)
             return self._steady.pack_between
         return self._steady.pack
-
-    def _open_scheduled(self, moves: Moves, forward: PlannedForward) -> ScheduledForward | None:
-        state, window = self._state, forward.window
-        with state.lock:
-            if window.is_broken:
-                window.mend()
-            try:
-                window.settle()
-                return open_scheduled(window, moves.schedule, moves.trace, self.counts) if is_free(window) else None
-            except BaseException:  # as `mended` does
-                window.is_broken = True
-                raise
 
     def _room(self, torch_device: torch.device, dtype: torch.dtype) -> Room | None:
         state, device = self._state, self._device or open_device(torch_device)
@@ -268,16 +258,17 @@ class BudgetStage(RecordingStage):
         if device is None:
             return forward
         learning, planned = state.learning, decider.planned
-        if planned is not None and trace is not None and learning.wants_notes(trace, planned, state.shapes):
-            notes_functions = learning.of(trace).may_be_quiet and may_be_quiet(trace.funcs)
-            self._notes = StepNotes(planned, FunctionNotes(recording) if notes_functions else None)
+        learned = None if trace is None else learning.of(trace)
+        if planned is not None and learned is not None and learned.wants_notes(trace, planned, state.shapes):
+            is_quiet = learned.may_be_quiet and trace is not None and may_be_quiet(trace.funcs)
+            self._notes = StepNotes(planned, FunctionNotes(recording) if is_quiet else None)
         is_unknown = decider.planned is None and self._is_metered
         is_first = self._is_first and counter is not None and self._limits.plan is None and state.budget_bytes is not None
         if is_unknown and (is_first or state.learning.wants_measure(trace, self._limits)):
             self._meter = Meter(device, counter, forward)
             forward.measure(self._meter)
         elif planned is not None and trace is not None and counter is not None:
-            is_judged, is_new = learning.count_followed(trace)
+            is_judged, is_new = learning.of(trace).count_followed()
             if is_judged:
                 state.judged, state.peak = (trace, planned), StepPeak(counter, resets=is_new)
         forward.on_end = functools.partial(learning.note_end, device.record_event(), device, state.peak)
@@ -419,7 +410,7 @@ class BudgetStage(RecordingStage):
         with self._lock:
             decider, state = self._planned_decider, self._state
             if decider.follower.trace is not None:
-                state.learning.leave_steady(decider.follower.trace, num_saves)
+                state.learning.of(decider.follower.trace).leave_steady(num_saves)
             decider.leave()
             forward.planned = None
             forward.walk.limit_bytes = decider.limit_bytes
@@ -522,7 +513,8 @@ class BudgetStage(RecordingStage):
         decider = self._planned_decider
         has_followed = notes is not None and decider.planned is notes.planned and decider.follower.trace is trace
         if notes is not None and opened is not None and has_followed:
-            state.learning.note_steady(trace, notes, opened, self._options.kinds, state.shapes)
+            learned, steady = state.learning.of(trace), notes.finish(trace, opened, self._options.kinds)
+            learned.steady, learned.noted, learned.shapes = steady, notes.planned, state.shapes
         planned, budget_bytes, limits = decider.planned, state.budget_bytes, self._limits
         if planned is not None and planned.plan.is_plain and not forward.marks:
             most_bytes = 0 if budget_bytes is None else limits.allocated_bytes(budget_bytes)
@@ -557,7 +549,7 @@ class BudgetStage(RecordingStage):
         is_whole = learn and is_complete
         judged = state.judged if is_whole else None
         if learn and not is_complete:
-            state.learning.leave_steady(trace, len(step.saves))
+            state.learning.of(trace).leave_steady(len(step.saves))
             state.num_deviations += 1
         self._end_recorded(learn=False)
         state.judged = judged
@@ -574,3 +566,9 @@ class BudgetStage(RecordingStage):
 
     def _note_plan(self) -> None:
         """Do nothing: `Learning` remembers the plan."""
+
+
+@mended
+def _open_moves(window: OffloadWindow, moves: Moves, counts: Counts) -> ScheduledForward | None:
+    window.settle()
+    return open_scheduled(window, moves.schedule, moves.trace, counts) if is_free(window) else None

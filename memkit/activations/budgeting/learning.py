@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from memkit.activations.budgeting.meter import Foresight, is_other_link, observed_trace
-from memkit.activations.budgeting.ways import Ways, ways_within
+from memkit.activations.budgeting.ways import Ways
 from memkit.activations.recomputing.decider import Decider
 from memkit.activations.saved.traces import Follower, Trace, Traces
 from memkit.core.sizes import format_bytes
 from memkit.errors import BudgetInfeasible, HostMemoryError
-from memkit.plan import NO_OP, Action, GpuSpec, JointPlanner, Lineage, MemoryPlan, fit_regions, make_problem
+from memkit.plan import NO_OP, Action, GpuSpec, JointPlanner, Lineage, MemoryPlan, fit_copies, fit_regions, make_problem
 from memkit.transfer import Link, measure_link
 from memkit.transfer.device_memory import device_memory_of
 
@@ -26,13 +26,11 @@ if TYPE_CHECKING:
 
     from memkit.activations.budgeting.limits import Limits, StepPeak
     from memkit.activations.budgeting.meter import Meter
-    from memkit.activations.budgeting.planned_forward import PlannedForward
-    from memkit.activations.budgeting.steady_step import SteadyStep, StepNotes
+    from memkit.activations.budgeting.steady_step import SteadyStep
     from memkit.activations.context import Shapes
     from memkit.activations.saved.traces import OpTrace
     from memkit.device import Device, Event
     from memkit.plan import Problem, RegionNeeds
-    from memkit.recording.ops import OpKinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +124,37 @@ class LearnedStep:
     """Functions may be followed rather than ops: not after such a step has deviated."""
     has_chosen: bool = False
 
+    def steady_step(self, planned: Planned, shapes: Shapes | None) -> SteadyStep | None:
+        """Return the saves of a step under a plan; None if they are unknown or vary. With other shapes a call saves other
+        tensors, perhaps not all seen."""
+        steady = self.steady
+        if steady is None or steady.planned is not planned or self.num_left >= _MOST_LEFT or self.shapes != shapes:
+            return None
+        if steady.moves is not None and steady.moves.trace.requests is None:  # a backward has asked for something else
+            steady = self.steady = replace(steady, moves=None)
+        return steady
+
+    def wants_notes(self, trace: Trace | None, planned: Planned, shapes: Shapes | None) -> bool:
+        is_noted = self.noted is planned and self.shapes == shapes
+        return not (is_noted or trace is None or trace.has_marks or planned.plan.is_plain or self.num_left >= _MOST_LEFT)
+
+    def leave_steady(self, num_saves: int) -> None:
+        """Note that a step deviated after `num_saves` saves, while nothing was noted."""
+        steady = self.steady
+        if num_saves == 0 and steady is not None and steady.moves is not None:
+            self.steady = replace(steady, moves=None)  # with its ops recorded, such a step is noted from the first
+            return
+        self.may_be_quiet &= steady is None or not steady.calls
+        self.steady = self.noted = None
+        self.num_left += 1
+
+    def count_followed(self) -> tuple[bool, bool]:
+        """Count a step that follows a plan. Return whether to check it, and whether it is one of the first few. All of these
+        are checked, then one in `_JUDGED_EVERY`."""
+        self.num_judged += 1
+        is_new = self.num_judged <= _STEPS_JUDGED
+        return self.given is None and (is_new or self.num_judged % _JUDGED_EVERY == 0), is_new
+
 
 class PlannedDecider(Decider):
     """Decides for each save by a plan; without one, by the score and the room on the device."""
@@ -187,6 +216,10 @@ _HANDLING_S = 1e-4
 """Host seconds for each moved or recomputed value, in plans for steps that the host limits."""
 _LESS = 0.97
 """Steps below this fraction of the predicted seconds show that ops were measured too slow."""
+_MISSES = 1.02
+"""If no choice of regions keeps to the budget, one that exceeds it by at most this factor is tried."""
+_OF_CAPACITY = 0.95
+"""This fraction of the device's memory is usable despite fragmentation."""
 _MORE_BESIDE = 0.005
 """The bytes beside the step may exceed those planned with by this fraction of the budget."""
 
@@ -341,46 +374,6 @@ class Learning:
             _LOGGER.debug("MemoryBudget: for %d bytes, by %s: %s", allowed_bytes, problem.gpu, plan)
         return found
 
-    def steady_step(self, trace: Trace, planned: Planned) -> SteadyStep | None:
-        """Return the saves of a step like a trace under a plan; None if they are unknown or vary."""
-        learned = self.of(trace)
-        steady = learned.steady
-        if steady is None or steady.planned is not planned or learned.num_left >= _MOST_LEFT:
-            return None
-        if steady.moves is not None and steady.moves.trace.requests is None:  # a backward has asked for something else
-            steady = learned.steady = replace(steady, moves=None)
-        return steady
-
-    def wants_notes(self, trace: Trace, planned: Planned, shapes: Shapes | None) -> bool:
-        learned = self.of(trace)
-        is_noted = learned.noted is planned and learned.shapes == shapes
-        return not (is_noted or trace.has_marks or planned.plan.is_plain or learned.num_left >= _MOST_LEFT)
-
-    def note_steady(
-        self, trace: Trace, notes: StepNotes, forward: PlannedForward, kinds: OpKinds, shapes: Shapes | None
-    ) -> None:
-        learned = self.of(trace)
-        learned.shapes = shapes
-        learned.steady, learned.noted = notes.finish(trace, forward, kinds), notes.planned
-
-    def leave_steady(self, trace: Trace, num_saves: int) -> None:
-        """Note that a step deviated from a trace after `num_saves` saves, while nothing was noted."""
-        learned = self.of(trace)
-        if num_saves == 0 and learned.steady is not None and learned.steady.moves is not None:
-            learned.steady = replace(learned.steady, moves=None)  # with its ops recorded, such a step is noted from the first
-            return
-        learned.may_be_quiet &= learned.steady is None or not learned.steady.calls
-        learned.steady = learned.noted = None
-        learned.num_left += 1
-
-    def count_followed(self, trace: Trace) -> tuple[bool, bool]:
-        """Count a step that follows a plan. Return whether to check it, and whether it is one of the first few. All of these
-        are checked, then one in `_JUDGED_EVERY`."""
-        learned = self.of(trace)
-        learned.num_judged += 1
-        is_new = learned.num_judged <= _STEPS_JUDGED
-        return learned.given is None and (is_new or learned.num_judged % _JUDGED_EVERY == 0), is_new
-
     def note_link(self, trace: Trace, out_bytes_per_s: float | None, back_bytes_per_s: float | None) -> None:
         """Note the bandwidth of a step. Plan anew if the plan's differs, as when others use the link as well."""
         learned, link = self.of(trace), self.link
@@ -440,15 +433,24 @@ class Learning:
         if learned.given is not None or planned is None or planned.plan.is_plain or step_s is None:
             return None
         learned.has_chosen = True
-        plan, allowed_bytes, headroom_bytes = planned.plan, planned.allowed_bytes, planned.headroom_bytes
+        plan, allowed_bytes = planned.plan, planned.allowed_bytes
         lacks_ops = any(problem.lineage.maker[value.value] == NO_OP for value in problem.values)
         is_as_known = step_s <= _AS_PREDICTED * plan.predicted_s and not _has_own_clock(problem)
         if not lacks_ops and (is_as_known or planned.exceeds_budget):
             return None
         choices = choices_of(trace, torch.device("cpu") if device is None else device.torch_device)
-        bytes_per_s = None if self.link is None else self.link.both_bytes_per_s
+        limit_bytes = fit_regions(problem, choices, allowed_bytes)
+        if limit_bytes is None:  # one that nearly keeps to the budget: its first steps may exceed it a little
+            allowed_bytes += planned.headroom_bytes
+            limit_bytes = fit_regions(problem, choices, int(_MISSES * allowed_bytes))
+        moving = None if self.link is None else fit_copies(problem, choices, allowed_bytes, self.link.both_bytes_per_s)
         counter = None if device is None else device.memory_counter()
-        return ways_within(problem, choices, allowed_bytes, headroom_bytes, bytes_per_s, counter)
+        usable_bytes = math.inf if counter is None else _OF_CAPACITY * (counter.capacity_bytes() or math.inf)
+        if moving is not None and allowed_bytes + moving.num_bytes > usable_bytes:
+            moving = None
+        if limit_bytes is None and moving is None:
+            return None
+        return Ways(allowed_bytes, limit_bytes, moving=moving, problem=problem)
 
     def _scale(self, learned: LearnedStep, plan: MemoryPlan) -> None:
         """Scale the seconds of ops to those of steps. If steps took less than the sum of their ops, the device waited for the

@@ -283,8 +283,8 @@ class PlannedForward(RecordedForward):
                 return
 
     def _lent_storage(self, value: int) -> torch.UntypedStorage | None:
-        storage, marks = self._lent.get(value, (None, [])) if self._lent else (None, [])
-        return storage if all(mark.is_unchanged() for mark in marks) else None
+        lent = self._lent.get(value) if self._lent else None
+        return lent[0] if lent is not None and all(mark.is_unchanged() for mark in lent[1]) else None
 
     def is_available(self, value: int) -> bool:
         return self._lent_storage(value) is not None or super().is_available(value)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from memkit.activations.recomputing.region_plan import RegionPlan
     from memkit.activations.saved.traces import Trace
     from memkit.device import MemoryCounter
-    from memkit.plan import StepTrace
     from memkit.profile import MemoryReport
 
 
@@ -37,9 +36,8 @@ class BudgetState(RematState):
         self.budget_bytes: int | None = None
         self.is_within_capacity = False
         self.coming = ComingStates(None)
-        self.foreseen: StepTrace | None = None
-        """The trace of the attached module, made without data before its first call."""
-        self._foresight: tuple[StepTrace | None, Foresight | None] = (None, None)
+        self.foreseen: Foresight | None = None
+        """The prediction from the attached module, made without data before its first call."""
         self.inside = InsideBudgets()
         self.limits: Limits | None = None
         self.shapes: Shapes | None = None
@@ -82,13 +80,9 @@ class BudgetState(RematState):
         latest = self.traces.latest
         shown = None if latest is None else self.learning.shown(latest)
         if shown is not None:
-            self.foreseen, self._foresight = None, (None, None)  # no longer of use
+            self.foreseen = None  # no longer of use
             return shown
-        trace = (None if report is None else report.trace) or self.foreseen
-        if trace is not self._foresight[0]:
-            is_whole = trace is not self.foreseen
-            self._foresight = trace, None if trace is None else Foresight(trace, is_whole=is_whole)
-        return self._foresight[1]
+        return self.foreseen if report is None or report.trace is None else Foresight(report.trace)
 
     def end_forward(self) -> None:
         """Note the bytes that a forward has left on the device. If an idle step left too much to fit, the next step is looked

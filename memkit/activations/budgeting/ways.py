@@ -8,19 +8,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memkit.activations.saved.settled import Way
-from memkit.plan import fit_copies, fit_regions, peak_with_regions
+from memkit.plan import peak_with_regions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from memkit.activations.recomputing.region_plan import RegionPlan
-    from memkit.device.base import Event, MemoryCounter
-    from memkit.plan import Moving, Problem, RegionNeeds
+    from memkit.device.base import Event
+    from memkit.plan import Moving, Problem
 
 _LOGGER = logging.getLogger(__name__)
 
-_MISSES = 1.02
-"""If no choice of regions keeps to the budget, one that exceeds it by at most this factor is tried."""
 _NUM_COUNTED = 3
 _MOST_STEPS = 36
 """After so many steps without a result, a way with regions is given up."""
@@ -32,8 +30,6 @@ _MOSTLY = 0.9
 _SLACK = 0.03
 _MOST_MORE = 0.05
 """With copies, the limit rises by at most this fraction of the allowed bytes: late, few values are away."""
-_OF_CAPACITY = 0.95
-"""This fraction of the device's memory is usable despite fragmentation."""
 _MOST_LESS = 0.1
 """After the choice, the limit falls by at most this fraction of itself at once."""
 
@@ -217,24 +213,3 @@ class Ways:
         self._now.num_changes = 0
         for tried in self._tries:
             tried.pairs.clear()
-
-
-def ways_within(
-    problem: Problem,
-    choices: Sequence[RegionNeeds],
-    allowed_bytes: int,
-    headroom_bytes: int,
-    bytes_per_s: float | None,
-    counter: MemoryCounter | None,
-) -> Ways | None:
-    """Return the timer of a step's ways; None if no choice of regions keeps to the budget or nearly does. In the latter case,
-    the first steps may exceed the budget a little."""
-    limit_bytes = fit_regions(problem, choices, allowed_bytes)
-    if limit_bytes is None:
-        allowed_bytes += headroom_bytes
-        limit_bytes = fit_regions(problem, choices, int(_MISSES * allowed_bytes))
-    moving = None if bytes_per_s is None else fit_copies(problem, choices, allowed_bytes, bytes_per_s)
-    capacity_bytes = None if counter is None else counter.capacity_bytes()
-    if moving is not None and capacity_bytes is not None and allowed_bytes + moving.num_bytes > _OF_CAPACITY * capacity_bytes:
-        moving = None
-    return None if limit_bytes is None and moving is None else Ways(allowed_bytes, limit_bytes, moving=moving, problem=problem)

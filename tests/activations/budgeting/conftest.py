@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
-from memkit.activations.budgeting import learning, ways
+from memkit.activations.budgeting import learning
 from memkit.activations.budgeting.ways import Ways
 from memkit.activations.saved.settled import Way
 from memkit.device import CudaDevice, Device, Event, MemoryCounter
@@ -92,7 +92,7 @@ def fastest(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], None]:
 def moving(monkeypatch: pytest.MonkeyPatch) -> int:
     """Let so many bytes hide behind the computation."""
     num_bytes = 4096
-    monkeypatch.setattr(ways, "fit_copies", fit_copies_of(num_bytes))
+    monkeypatch.setattr(learning, "fit_copies", fit_copies_of(num_bytes))
     return num_bytes
 
 

@@ -160,7 +160,7 @@ def test_copies_beside_regions_follow_a_schedule_and_drop_less(
     fastest: Callable[[Way], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fastest(Way.REGIONS_AND_COPIES)
-    monkeypatch.setattr("memkit.activations.budgeting.ways.fit_copies", fit_copies_of(16384))
+    monkeypatch.setattr("memkit.activations.budgeting.learning.fit_copies", fit_copies_of(16384))
     device, model, x = ReferenceDevice(), blocks()[:12], torch.randn(8, 32)
     make = partial(memkit.MemoryBudget, 0.6, "beside", optimizer=_stateless(model), min_bytes=1, device=device)
     dropped: dict[Way, int] = {}
@@ -191,7 +191,7 @@ def test_ways_are_tried_where_the_device_has_a_clock_of_its_own_and_they_may_fit
     """Steps are as fast as predicted, which says nothing if the host was slow when they were measured."""
     monkeypatch.setattr(learning, "_has_own_clock", lambda _: has_own_clock)
     for name in () if has_room else ("fit_regions", "fit_copies"):
-        monkeypatch.setattr(f"memkit.activations.budgeting.ways.{name}", lambda *_: None)
+        monkeypatch.setattr(f"memkit.activations.budgeting.learning.{name}", lambda *_: None)
     device, model, x = ReferenceDevice(), blocks()[:6], torch.randn(8, 32)
     plain = train(model, x, nullcontext)
     make = partial(memkit.MemoryBudget, budget, "clock", optimizer=_stateless(model), min_bytes=1, device=device)
