@@ -108,13 +108,15 @@ def test_attached_context_has_the_plan_and_the_figures() -> None:
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_another_budget_under_the_tag_is_another_plan() -> None:
     device = ReferenceDevice()
-    x = leaf_on(device.torch_device)
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
     peaks = {}
     for budget in (1.0, 0.6, 0.4, 1.0, 0.6):
-        for _ in range(3):
-            step(x, UNITS, lambda: _budget("several", device, budget))  # noqa: B023
+        for _ in range(5):
+            assert_same_bits(step(x, UNITS, lambda: _budget("several", device, budget)), plain)  # noqa: B023
         stats = memkit.stats("several")
         assert stats.follows_plan
+        assert (stats.num_copies_out + stats.num_dropped > 0) == (budget < 1)  # else idle in the end
+        assert not stats.is_recorded or stats.num_dropped
         assert peaks.setdefault(budget, stats.predicted_peak_bytes) == stats.predicted_peak_bytes
     assert memkit.stats("several").num_plans == 3
     assert peaks[1.0] > peaks[0.6] > peaks[0.4]
