@@ -264,9 +264,9 @@ class BudgetStage(RecordingStage):
             self._notes = StepNotes(planned, FunctionNotes(recording) if is_quiet else None)
         is_unknown = decider.planned is None and self._is_metered
         is_first = self._is_first and counter is not None and self._limits.plan is None and state.budget_bytes is not None
-        if is_unknown and (is_first or state.learning.wants_measure(trace, self._limits)):
-            self._meter = Meter(device, counter, forward)
-            forward.measure(self._meter)
+        wants_measure = learned is not None and self._limits.plan is None and learned.wants_measure(trace)
+        if is_unknown and (is_first or wants_measure):
+            self._meter = forward.meter = forward.unpacker = Meter(device, counter, forward)
         elif planned is not None and trace is not None and counter is not None:
             is_judged, is_new = learning.of(trace).count_followed()
             if is_judged:
@@ -350,7 +350,7 @@ class BudgetStage(RecordingStage):
                 forward.walk.admit(value)
             if action is Action.OFFLOAD:
                 forward.leave(record, tensor, storage, node)
-        if save.is_due or forward.is_waiting:
+        if save.is_due or forward.waiting:
             forward.pass_save(node, save.ordinal)
         return handle
 

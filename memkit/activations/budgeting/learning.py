@@ -22,7 +22,7 @@ from memkit.transfer import Link, measure_link
 from memkit.transfer.device_memory import device_memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from memkit.activations.budgeting.limits import Limits, StepPeak
     from memkit.activations.budgeting.meter import Meter
@@ -123,6 +123,13 @@ class LearnedStep:
     may_be_quiet: bool = True
     """Functions may be followed rather than ops: not after such a step has deviated."""
     has_chosen: bool = False
+
+    def is_ready(self, trace: Trace | None) -> bool:
+        meter, ops = self.meter, None if trace is None else trace.ops
+        return meter is not None and meter.is_whole and ops is not None and ops.is_measured and ops.has_order
+
+    def wants_measure(self, trace: Trace | None) -> bool:
+        return self.planner is None and not self.is_ready(trace)
 
     def steady_step(self, planned: Planned, shapes: Shapes | None) -> SteadyStep | None:
         """Return the saves of a step under a plan; None if they are unknown or vary. With other shapes a call saves other
@@ -245,12 +252,6 @@ class Learning:
         assert isinstance(trace.learned, LearnedStep)
         return trace.learned
 
-    def wants_measure(self, trace: Trace | None, limits: Limits) -> bool:
-        if trace is None or limits.plan is not None:
-            return False
-        learned = self.of(trace)
-        return learned.planner is None and not _is_ready(trace, learned.meter)
-
     def shown(self, trace: Trace) -> Foresight | None:
         learned, first = self.of(trace), self.first
         if first is not None and first[0] is trace and first[1].is_whole and trace.ops is not None:
@@ -267,11 +268,18 @@ class Learning:
             return None
         if limits.plan is not None:
             if learned.given is None or learned.given.plan is not limits.plan:
-                learned.given = _given(ops, limits.plan)
+                difference, roots = limits.plan.step.difference_of(ops.step), ops.step.retained_bytes
+                if difference:
+                    raise ValueError(f"this plan is for another step: {difference}. Plan this step anew")
+                learned.given = planned_of(limits.plan, ops.step.lineage, roots, allowed_bytes=limits.plan.budget_bytes)
             found = learned.given
         else:
-            if learned.planner is None and _is_ready(trace, learned.meter):
-                learned.planner = self._planner(ops, learned, limits, device)
+            meter = learned.meter
+            if learned.planner is None and meter is not None and learned.is_ready(trace):
+                step = replace(ops.step, uses=meter.uses, use_ends=meter.use_ends)
+                seen = observed_trace(meter, step, ops.names, target=device.torch_device.type, min_bytes=limits.min_bytes)
+                learned.meter, learned.measured_s, self.first = None, meter.seconds(step), None
+                learned.planner = JointPlanner(make_problem(seen, self.gpu(device), measured_s=learned.measured_s))
             if learned.planner is None:
                 return None
             if not self.has_host and learned.planner.problem.gpu.is_measured:
@@ -317,15 +325,6 @@ class Learning:
         """Warn that a saved tensor found no host memory. Later plans move none, so that they keep to the budget."""
         self._warn("host", f"saved tensors stay on the device, since there is no host memory for them: {error}")
         self.has_host, self.link = False, None
-
-    def _planner(self, ops: OpTrace, learned: LearnedStep, limits: Limits, device: Device) -> JointPlanner:
-        meter = learned.meter
-        assert meter is not None
-        step = replace(ops.step, uses=meter.uses, use_ends=meter.use_ends)
-        trace = observed_trace(meter, step, ops.names, target=device.torch_device.type, min_bytes=limits.min_bytes)
-        learned.meter, learned.measured_s = None, meter.seconds(step)
-        self.first = None
-        return JointPlanner(make_problem(trace, self.gpu(device), measured_s=learned.measured_s))
 
     def _plan(
         self, ops: OpTrace, learned: LearnedStep, limits: Limits, device: Device, base_bytes: int, coming_bytes: int
@@ -468,10 +467,6 @@ class Learning:
             learned.planner.handling_s = _HANDLING_S
             learned.plans.clear()
 
-    def choose_again(self, traces: Iterable[Trace]) -> None:
-        for trace in traces:
-            self.of(trace).has_chosen = False
-
     def note_end(self, begun: Event, device: Device, peak: StepPeak | None) -> None:
         """Note that the backward of a step has ended."""
         self.num_ended += 1
@@ -494,17 +489,5 @@ def _plan_anew(learned: LearnedStep, gpu: GpuSpec) -> None:
     learned.plans.clear()
 
 
-def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:
-    difference = plan.step.difference_of(ops.step)
-    if difference:
-        raise ValueError(f"this plan is for another step: {difference}. Plan this step anew")
-    return planned_of(plan, ops.step.lineage, ops.step.retained_bytes, allowed_bytes=plan.budget_bytes)
-
-
 def _has_own_clock(problem: Problem) -> bool:
     return problem.trace.target != "cpu"
-
-
-def _is_ready(trace: Trace, meter: Meter | None) -> bool:
-    ops = trace.ops
-    return meter is not None and meter.is_whole and ops is not None and ops.is_measured and ops.has_order

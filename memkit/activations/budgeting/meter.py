@@ -211,9 +211,7 @@ class Foresight:
     `is_whole`: the trace includes the loss."""
 
     def __init__(self, trace: StepTrace, *, is_whole: bool = True) -> None:
-        self.is_whole = is_whole
-        self._factor = 0.0
-        """Scales all figures; 0 if the sizes are the trace's."""
+        self.is_whole, self.is_scaled, self._factor = is_whole, False, 1.0
         num_bytes = trace.step.lineage.num_bytes
         self._sizes_bytes = [num_bytes[value] for value in trace.step.saves]
         held = [0] * (len(trace.ops) + 1)
@@ -232,22 +230,19 @@ class Foresight:
         self._saves = _most_between(trace.save_places, beside, turn)
         self._requests = _most_between(trace.use_places, beside, len(trace.ops))
 
-    @property
-    def is_scaled(self) -> bool:
-        return self._factor > 0
-
     def is_of(self, save: int, num_bytes: int) -> bool:
         if save >= len(self._sizes_bytes):
             return False
         size_bytes = self._sizes_bytes[save]
-        return num_bytes == size_bytes if not self._factor else num_bytes <= self._factor * size_bytes
+        return num_bytes <= self._factor * size_bytes if self.is_scaled else num_bytes == size_bytes
 
     def scaled(self, save: int, num_bytes: int) -> Foresight | None:
         """Return the prediction for other sizes: in proportion to a save, if larger; None if none was predicted."""
         if save >= len(self._sizes_bytes) or not self._sizes_bytes[save]:
             return None
         found = copy(self)
-        found.is_whole, found._factor = False, max(self._factor, num_bytes / self._sizes_bytes[save], 1.0)
+        found.is_whole, found.is_scaled = False, True
+        found._factor = max(self._factor, num_bytes / self._sizes_bytes[save])
         return found
 
     def after_save(self, num_saves: int) -> int:
@@ -257,8 +252,7 @@ class Foresight:
         return self._of(self._requests, num_requests)
 
     def _of(self, found: Sequence[int], number: int) -> int:
-        most = found[min(max(number - 1, 0), len(found) - 1)] if found else 0
-        return int(most * self._factor) if self._factor else most
+        return int(self._factor * found[min(max(number - 1, 0), len(found) - 1)]) if found else 0
 
 
 def _most_between(places: Sequence[int], beside: Sequence[int], end: int) -> list[int]:

@@ -102,13 +102,14 @@ def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways 
     are_other, state.limits = state.limits != limits, limits
     if state.ways is not None and are_other:
         state.ways = None
-        state.learning.choose_again(state.traces)
+        for trace in state.traces:
+            state.learning.of(trace).has_chosen = False
         state.let_go_of_others(Way.OPS)
     latest = state.traces.latest
     if state.ways is None and not are_other and latest is not None and is_as_before:
         state.ways, state.ways_for = state.learning.ways_of(latest, state.costs.device, choices_ahead), (latest, shapes)
     if state.ways is not None and state.ways_for is not None and state.ways_for[1] != shapes:
-        state.ways.skip_step()
+        state.ways.begun = None  # the time until the next entry doesn't count
         return None
     ways, device, counter = state.ways, state.costs.device, state.counter
     if ways is not None and device is not None and (not ways.is_decided or ways.way is not Way.OPS):

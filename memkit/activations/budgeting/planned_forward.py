@@ -48,7 +48,7 @@ class PlannedForward(RecordedForward):
         super().__init__(recording, window, score, limit_bytes(None), counts)
         self.planned = planned
         self._limit_bytes, self._note_no_host = limit_bytes, note_no_host
-        self._waiting: list[tuple[weakref.ref[Record], int]] = []
+        self.waiting: list[tuple[weakref.ref[Record], int]] = []
         """Records that leave once the op that saves them is over, each with the op's graph node."""
         self._let_go: list[weakref.ref[torch.UntypedStorage]] = []
         self._asked: list[weakref.ref[Record]] = []
@@ -67,13 +67,6 @@ class PlannedForward(RecordedForward):
         if planned is not None:
             window.fit_arena(planned.plan.moved_bytes)
 
-    def measure(self, meter: Meter) -> None:
-        self.meter = self.unpacker = meter
-
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self._waiting)
-
     @property
     def extra_bytes(self) -> int:
         """Bytes held for replays beyond the plain step's."""
@@ -88,7 +81,7 @@ class PlannedForward(RecordedForward):
         if tensor.requires_grad or is_saved_by_compiled_code():
             self._send(record, storage)
         else:  # see [Note: saved before it is written] in `memkit.activations.offloading.window`
-            self._waiting.append((weakref.ref(record), node))
+            self.waiting.append((weakref.ref(record), node))
 
     def keep_source(self, value: int, tensor: Tensor) -> KeptHandle:
         """Return the handle of a value that stays and that replays read. Values recomputed from it hold the handle."""
@@ -115,7 +108,7 @@ class PlannedForward(RecordedForward):
 
     def pass_save(self, node: int, save: int) -> None:
         """Act on other values as scheduled at save number `save`, by the graph node `node`; -1 if it does not count."""
-        if self._waiting:
+        if self.waiting:
             self._send_waiting(but_for=node)
         planned = self.planned
         if planned is not None and save >= 0:
@@ -129,11 +122,11 @@ class PlannedForward(RecordedForward):
             super().change(record, tensor, storage, action)
             return
         self.walk.evictable.pop(record.value, None)
-        is_waiting = any(reference() is record for reference, _ in self._waiting)
+        is_waiting = any(reference() is record for reference, _ in self.waiting)
         if record.residency is SavedResidency.DROPPED or (action is Action.KEEP and record.residency is SavedResidency.HOST):
             self.ledger.restore(record, storage)
         if action is Action.KEEP:
-            self._waiting = [waiting for waiting in self._waiting if waiting[0]() is not record]
+            self.waiting = [waiting for waiting in self.waiting if waiting[0]() is not record]
             if record.residency is SavedResidency.LEAVING:
                 self.ledger.stay(record)
         elif record.left is None and not is_waiting:
@@ -155,12 +148,12 @@ class PlannedForward(RecordedForward):
             self._release_record(reference())
 
     def _send_waiting(self, *, but_for: int | None = None) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         for reference, node in waiting:
             record = reference()
             storage = None if record is None or record.num_handles == 0 else record.original()
             if node == but_for:
-                self._waiting.append((reference, node))
+                self.waiting.append((reference, node))
             elif record is not None and storage is not None and record.residency is SavedResidency.DEVICE:
                 self._send(record, storage)
 

@@ -157,20 +157,17 @@ class StepNotes:
         if not self._saves:
             self._num_ahead = len(forward.recording.funcs)
         ordinal = num_before if len(forward.saves) > num_before else -1
-        value = self._value_of(tensor, forward) if ordinal < 0 else forward.saves[-1]
+        value = forward.saves[-1] if ordinal >= 0 else NO_VALUE
+        if ordinal < 0 and (found := forward.recording.find(tensor.untyped_storage())) is not None:  # it may be read
+            root = forward.recording.roots.get(found)
+            value = found if root is None or root.is_inside else NO_VALUE
         self._saves.append((value, ordinal, self._waits))
-        self._waits = forward.is_waiting
+        self._waits = bool(forward.waiting)
         if ordinal >= 0:
             number = self._numbers.setdefault(value, len(self._numbers))
             self._capture.add(tensor, number, len(self._numbers), tensor.nbytes)
         else:
             self._capture.add(tensor, NO_VALUE, len(self._numbers), 0)
-
-    def _value_of(self, tensor: Tensor, forward: PlannedForward) -> int:
-        """Return the number of a value that does not count but may be read."""
-        value = forward.recording.find(tensor.untyped_storage())
-        root = None if value is None else forward.recording.roots.get(value)
-        return NO_VALUE if value is None or (root is not None and not root.is_inside) else value
 
     def finish(self, trace: Trace, forward: PlannedForward, kinds: OpKinds) -> SteadyStep | None:
         """Return the notes of a finished step; None if they are of no use."""

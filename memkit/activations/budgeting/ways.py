@@ -130,10 +130,6 @@ class Ways:
             found = self._simulated = regions, ratio, num_bytes
         return found[2]
 
-    def skip_step(self) -> None:
-        """Note that a step goes none of the ways, so that the time until the next entry doesn't count."""
-        self.begun, self._is_steady = None, False
-
     def give_up(self) -> None:
         self._now.pairs.clear()
         if self.is_decided or self._place == len(self._tries) - 1:
