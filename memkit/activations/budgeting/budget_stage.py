@@ -61,12 +61,10 @@ class WatchedRecorder(Recorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        meter, notes = self.meter, self.notes
-        if self.recording.is_gathering or torch_private.backward_task() != -1:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        if notes is not None:
-            notes.begin_op(self.recording)
-        if meter is None:
+        meter, is_forward = self.meter, not self.recording.is_gathering and torch_private.backward_task() == -1
+        if self.notes is not None and is_forward:
+            self.notes.begin_op(self.recording)
+        if meter is None or not is_forward:
             return super().__torch_dispatch__(func, types, args, kwargs)
         meter.begin_op()
         results = super().__torch_dispatch__(func, types, args, kwargs)

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.ways import Ways
     from memkit.activations.context import Shapes
     from memkit.activations.recomputing.budget import RematOptions
-    from memkit.activations.saved.entry import Stage
-    from memkit.core.hooks import HookPair, SavedTensorHooks
+    from memkit.core.hooks import HookPair
 
 
 _MOST_REPLAYED = 30
@@ -47,11 +46,11 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
     state = budget_states.open(entry.tag)
     with state.lock:
         state.num_iterations += 1
-        if state.settled is not None and _stays_idle(state, options, limits, shapes):
-            state.is_recorded, state.shapes = False, shapes
-            entry.recording = idle = IdleStage(state, None)
-            return idle.pair
         if state.settled is not None:
+            if _stays_idle(state, options, limits, shapes):
+                state.is_recorded, state.shapes = False, shapes
+                entry.recording = idle = IdleStage(state, None)
+                return idle.pair
             state.settled, state.most_numel = None, 0
         ways = _ways_of(state, limits, shapes)
         if ways is not None and ways.way is not Way.OPS:
@@ -136,7 +135,9 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
     if ways.way is Way.REGIONS_AND_COPIES:
         _open_copies(entry, state, ways, options.min_bytes)
         outer = innermost_hooks()
-    steady = open_steady(state.of_regions, options, outer) or _settled_ahead(state, options, outer)
+    steady = open_steady(state.of_regions, options, outer)
+    if steady is None and _settle(state, options):
+        steady = open_steady(state.of_regions, options, outer)
     if steady is not None:
         counter = state.counter
         state.peak = None if counter is None else StepPeak(counter, resets=ways.is_learning)
@@ -155,12 +156,11 @@ def _open_regions(entry: Entry, state: BudgetState, ways: Ways, options: RematOp
         state.let_go_of_others(ways.way)
 
 
-def _settled_ahead(state: BudgetState, options: RematOptions, outer: SavedTensorHooks | None) -> Stage | None:
+def _settle(state: BudgetState, options: RematOptions) -> bool:
     regions, trace = state.of_regions, None if state.ways_for is None else state.ways_for[0]
     with regions.lock:
         regions.traces, regions.costs.device, regions.device = state.traces, state.costs.device, state.device
-        is_settled = trace is not None and settle_ahead(regions, options, trace)
-    return open_steady(regions, options, outer) if is_settled else None
+        return trace is not None and settle_ahead(regions, options, trace)
 
 
 def _open_copies(entry: Entry, state: BudgetState, ways: Ways, min_bytes: int) -> None:
