@@ -78,14 +78,11 @@ class Meter:
             self._counter.reset_peak()  # bytes that a save has dropped by now count once
 
     def _note_released(self) -> None:
-        place, gone = len(self.live_bytes), []
-        for value, reference in self._alive.items():
+        for value, reference in [*self._alive.items()]:
             storage = reference()
             if storage is None or self._is_released(value, storage):
-                self.released[value] = place
-                gone.append(value)
-        for value in gone:
-            del self._alive[value]
+                self.released[value] = len(self.live_bytes)
+                del self._alive[value]
         self._note_beside()
 
     def end_op(self, name: str, results: Any) -> None:
@@ -112,20 +109,19 @@ class Meter:
         value = forward.saves[-1]
         if value in forward.recording.roots and value not in self._opaque:
             self._opaque.add(value)
-            self._end_opaque(value)
+            self._end_opaque(value, forward)
         self.save_places.append(len(self.live_bytes))
         if self._may_be_opaque:
             self._last = self._begin_opaque()
 
-    def _end_opaque(self, value: int) -> None:
+    def _end_opaque(self, value: int, forward: PlannedForward) -> None:
         """Count the unrecorded maker of a saved value, such as a compiled block, as an op."""
         self._note_released()
-        place, record = len(self.live_bytes), self._forward.record_of(value)
+        self._opaque_times.append((len(self.live_bytes), self._since))
         self._note_peak()
         self.names.append(_OPAQUE)
-        self._opaque_times.append((place, self._since))
         self._since = []
-        if record is not None:
+        if (record := forward.record_of(value)) is not None:
             self._alive[value] = record.original
 
     def end_forward(self) -> None:

@@ -163,11 +163,8 @@ class StepNotes:
             value = found if root is None or root.is_inside else NO_VALUE
         self._saves.append((value, ordinal, self._waits))
         self._waits = bool(forward.waiting)
-        if ordinal >= 0:
-            number = self._numbers.setdefault(value, len(self._numbers))
-            self._capture.add(tensor, number, len(self._numbers), tensor.nbytes)
-        else:
-            self._capture.add(tensor, NO_VALUE, len(self._numbers), 0)
+        number = NO_VALUE if ordinal < 0 else self._numbers.setdefault(value, len(self._numbers))
+        self._capture.add(tensor, number, len(self._numbers), 0 if ordinal < 0 else tensor.nbytes)
 
     def finish(self, trace: Trace, forward: PlannedForward, kinds: OpKinds) -> SteadyStep | None:
         """Return the notes of a finished step; None if they are of no use."""
