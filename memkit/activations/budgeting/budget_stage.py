@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.learning import Planned
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.state import BudgetState
-    from memkit.activations.budgeting.steady_step import Moves, SteadySave, SteadyStep
+    from memkit.activations.budgeting.steady_step import SteadySave, SteadyStep
+    from memkit.activations.offloading.schedule import Schedule
     from memkit.activations.offloading.scheduled import ScheduledForward
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.recomputing.decider import Decider
@@ -131,7 +132,7 @@ class BudgetStage(RecordingStage):
             return take
         self._step, self._notes = step, None
         moves = step.moves if state.inside.are_alike else None  # else one would have to know which block compiles
-        scheduled = None if moves is None else _open_moves(forward.window, moves, self.counts)
+        scheduled = None if moves is None else _open_moves(forward.window, *moves, self.counts)
         if scheduled is not None:
             self._scheduled, self.is_recording = scheduled, False
             scheduled.on_end, forward.on_end = forward.on_end, None
@@ -567,6 +568,6 @@ class BudgetStage(RecordingStage):
 
 
 @mended
-def _open_moves(window: OffloadWindow, moves: Moves, counts: Counts) -> ScheduledForward | None:
+def _open_moves(window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts) -> ScheduledForward | None:
     window.settle()
-    return open_scheduled(window, moves.schedule, moves.trace, counts) if is_free(window) else None
+    return open_scheduled(window, schedule, trace, counts) if is_free(window) else None

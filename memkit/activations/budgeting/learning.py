@@ -137,7 +137,7 @@ class LearnedStep:
         steady = self.steady
         if steady is None or steady.planned is not planned or self.num_left >= _MOST_LEFT or self.shapes != shapes:
             return None
-        if steady.moves is not None and steady.moves.trace.requests is None:  # a backward has asked for something else
+        if steady.moves is not None and steady.moves[1].requests is None:  # a backward has asked for something else
             steady = self.steady = replace(steady, moves=None)
         return steady
 

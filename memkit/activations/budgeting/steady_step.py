@@ -104,11 +104,6 @@ class SteadySave(NamedTuple):
     is_due: bool
 
 
-class Moves(NamedTuple):
-    schedule: Schedule
-    trace: Trace
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteadyStep:
     planned: Planned
@@ -117,7 +112,7 @@ class SteadyStep:
     requests: tuple[int, ...]
     """For each request of a value with a record, in order, its ordinal among all requests."""
     num_values: int
-    moves: Moves | None
+    moves: tuple[Schedule, Trace] | None
     """Followed without recording ops, if nothing is recomputed."""
     only_moves: bool
     """The step is only known for steps that record no ops: values saved by compiled blocks have no numbers ahead of time."""
@@ -201,7 +196,7 @@ class StepNotes:
             ),
             requests=tuple(request for request, value in enumerate(uses) if value in with_records),
             num_values=len(lineage.maker),
-            moves=None if moves is None else Moves(moves, Trace(keys=(), requests=(uses,))),
+            moves=None if moves is None else (moves, Trace(keys=(), requests=(uses,))),
             only_moves=len(self._counts_at) != len(trace.funcs),
             figures={name: getattr(counts, name) for name in ("num_ops", "num_saved", "saved_bytes", "peak_bytes")},
         )

@@ -67,14 +67,10 @@ class Ways:
         self._simulated: tuple[RegionPlan, float, int] | None = None
         """The last simulated peak, with its regions and the share that moves."""
         self.fastest_s: Mapping[Way, float] = {}
-        self._place = 0
+        self._now = self._tries[0]
         self.is_decided = False
         self.begun: Event | None = None
         self._is_steady = False
-
-    @property
-    def _now(self) -> _Try:
-        return self._tries[self._place]
 
     @property
     def way(self) -> Way:
@@ -132,7 +128,7 @@ class Ways:
 
     def give_up(self) -> None:
         self._now.pairs.clear()
-        if self.is_decided or self._place == len(self._tries) - 1:
+        if self.is_decided or self._now is self._tries[-1]:
             self._choose()
         else:
             self._go_on()
@@ -182,7 +178,7 @@ class Ways:
             now.limit_bytes = max(now.limit_bytes - min(by_bytes, int(_MOST_LESS * now.limit_bytes)), 1)
 
     def _decide(self) -> None:
-        now, is_last = self._now, self._place == len(self._tries) - 1
+        now, is_last = self._now, self._now is self._tries[-1]
         now.num_steps += now.way is not Way.OPS
         if now.num_steps > _MOST_STEPS:
             self.give_up()
@@ -193,7 +189,7 @@ class Ways:
             self._choose()
 
     def _go_on(self) -> None:
-        before, self._place = self._now, self._place + 1
+        before, self._now = self._now, self._tries[self._tries.index(self._now) + 1]
         if before.way is Way.REGIONS and before.pairs and self._first_limit_bytes is not None:  # its learned figures
             self._now.limit_bytes = max(self._now.limit_bytes + before.limit_bytes - self._first_limit_bytes, 1)
 
@@ -204,7 +200,7 @@ class Ways:
         ]
         if not self.is_decided:
             self.fastest_s = {tried.way: seconds for tried, seconds in zip(self._tries, fastest_s, strict=True)}
-        self._place, self.is_decided = fastest_s.index(min(fastest_s)), True
+        self._now, self.is_decided = self._tries[fastest_s.index(min(fastest_s))], True
         _LOGGER.debug("MemoryBudget: %s, of %s", self.way, self.fastest_s)
         self._now.num_changes = 0
         for tried in self._tries:
