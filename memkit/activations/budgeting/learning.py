@@ -295,7 +295,12 @@ class Learning:
 
     def gpu(self, device: Device) -> GpuSpec:
         if self.link is None:
-            link = self._link_of(device)
+            if device.has_own_memory and self.has_host and device not in _links:
+                try:
+                    _links[device] = measure_link(device, num_bytes=_PROBED_BYTES)
+                except HostMemoryError as error:
+                    self.note_no_host(error)
+            link = _links[device] if device.has_own_memory and self.has_host else _NO_LINK  # copies free nothing
             counter = device.memory_counter()
             capacity_bytes = None if counter is None else counter.capacity_bytes()
             self.link = GpuSpec(
@@ -311,15 +316,6 @@ class Learning:
                 is_measured=link is not _NO_LINK,
             )
         return self.link
-
-    def _link_of(self, device: Device) -> Link:
-        """Return the speed of copies: nearly none where they free nothing or have no host memory."""
-        if device.has_own_memory and self.has_host and device not in _links:
-            try:
-                _links[device] = measure_link(device, num_bytes=_PROBED_BYTES)
-            except HostMemoryError as error:
-                self.note_no_host(error)
-        return _links[device] if device.has_own_memory and self.has_host else _NO_LINK
 
     def note_no_host(self, error: HostMemoryError) -> None:
         """Warn that a saved tensor found no host memory. Later plans move none, so that they keep to the budget."""

@@ -51,8 +51,8 @@ class PlannedForward(RecordedForward):
         self.waiting: list[tuple[weakref.ref[Record], int]] = []
         """Records that leave once the op that saves them is over, each with the op's graph node."""
         self._let_go: list[weakref.ref[torch.UntypedStorage]] = []
-        self._asked: list[weakref.ref[Record]] = []
-        """Records that the user asked to move: the schedule doesn't free them."""
+        self._asked: weakref.ref[Record] | None = None
+        """The last record that the user asked to move: the schedule doesn't free it."""
         self._lent: dict[int, tuple[torch.UntypedStorage, list[KeptHandle]]] = {}
         """Storages that a backward was given and that replays still read, by value, with handles that tell of writes."""
         self._kept_sources: dict[int, list[weakref.ref[KeptHandle]]] = {}
@@ -139,13 +139,11 @@ class PlannedForward(RecordedForward):
             self._note_no_host(error)
             return
         if self.marks.get(record.value) is Action.OFFLOAD:
-            self._release_asked()  # the previous save
-            self._asked.append(weakref.ref(record))
+            self._release_asked(weakref.ref(record))
 
-    def _release_asked(self) -> None:
-        asked, self._asked = self._asked, []
-        for reference in asked:
-            self._release_record(reference())
+    def _release_asked(self, last: weakref.ref[Record] | None = None) -> None:
+        before, self._asked = self._asked, last
+        self._release_record(None if before is None else before())
 
     def _send_waiting(self, *, but_for: int | None = None) -> None:
         waiting, self.waiting = self.waiting, []
