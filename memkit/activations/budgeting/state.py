@@ -62,15 +62,16 @@ class BudgetState(RematState):
 
     def let_go_of_others(self, way: Way) -> None:
         """Keep only the state and the host memory that steps of one way need."""
+        regions, copies = self.of_regions, self.of_copies
         if way is Way.OPS:
-            self.of_regions.retire()
             self.of_regions = self._part(RematState)
+            regions.retire()
         else:
             for window in super().windows():
                 window.fit_arena(0)
         if way is not Way.REGIONS_AND_COPIES:
-            self.of_copies.retire()
             self.of_copies = self._part(OffloadState)
+            copies.retire()
 
     def windows(self) -> list[OffloadWindow]:
         return [*super().windows(), *self.of_regions.windows(), *self.of_copies.windows()]
