@@ -14,7 +14,7 @@
 """
 
 from memkit.activations.attach import Attachment, attach
-from memkit.activations.budgeting.state import budget_states, copies_tag, regions_tag
+from memkit.activations.budgeting.state import budget_states
 from memkit.activations.cpu_offload import CPUOffload, no_offload
 from memkit.activations.marks import keep, offload, recompute
 from memkit.activations.memory_budget import MemoryBudget
@@ -43,5 +43,3 @@ def reset(tag: str) -> None:
     offload_states.forget(tag)
     remat_states.forget(tag)
     budget_states.forget(tag)
-    remat_states.forget(regions_tag(tag))
-    offload_states.forget(copies_tag(tag))

@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from memkit.activations.budgeting.learning import last_s
 from memkit.activations.budgeting.limits import Limits
-from memkit.activations.budgeting.state import BudgetState, budget_states
+from memkit.activations.budgeting.meter import Foresight
+from memkit.activations.budgeting.state import budget_states
 from memkit.activations.context import RecordedContext
-from memkit.activations.offloading.moving_stage import offload_figures
 from memkit.activations.recomputing.budget import recorded_alone
-from memkit.activations.recomputing.recording_stage import remat_figures
-from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, entries_around, stop_recording
-from memkit.activations.saved.state import remat_states
+from memkit.activations.saved.settled import Way
 from memkit.activations.stats import report_from
 from memkit.core import torch_private
 from memkit.core.compiled import compiled_in
@@ -42,12 +39,6 @@ _RAN_AHEAD = (
     "memkit: the module ran without data ahead of its first step, and what it keeps outside of modules, as in a global cache, "
     "may be of that run: MemoryBudget(..., look_ahead=False) leaves it out"
 )
-_OF_REGIONS = (
-    *("live_records", "live_bytes", "follows_plan", "is_recorded", "num_ops", "recorder_s", "num_saved", "saved_bytes"),
-    *("num_kept", "num_dropped", "dropped_bytes", "ledger_peak_bytes", "num_replays", "num_replayed_ops"),
-    *("estimated_replay_s", "measured_replay_s"),
-)
-_OF_COPIES = (*Counts().figures_of_copies(), "host_in_use_bytes", "host_peak_bytes", "host_held_bytes", "num_pins")
 
 
 class MemoryBudget(RecordedContext):
@@ -204,7 +195,8 @@ class MemoryBudget(RecordedContext):
     def foresee(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Run a step of the module without data if nothing is known under the tag, so that the first keeps to the budget."""
         self._check_place()
-        device = self._device or _device_of(model)
+        found = next((parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"), None)
+        device = self._device or (None if found is None else open_device(found))
         report, limits = find_report(self.tag), self._limits
         is_told = limits.plan is not None or (report is not None and report.trace is not None)
         is_known = is_told or isinstance(self.budget, float) or not self._looks_ahead
@@ -217,7 +209,8 @@ class MemoryBudget(RecordedContext):
 
         target = device.torch_device.type
         try:
-            state.foreseen = trace_ahead(model, args, kwargs, target=target, min_bytes=limits.min_bytes)
+            trace = trace_ahead(model, args, kwargs, target=target, min_bytes=limits.min_bytes)
+            state.foreseen = Foresight(trace, is_whole=False)
         except Exception as error:  # it cannot run without data, or not at all: the real call tells
             _LOGGER.info("%s: nothing is known ahead of the first step: %s", self._title, error)
         return _RAN_AHEAD
@@ -234,9 +227,7 @@ class MemoryBudget(RecordedContext):
         """The calls of modules that the last step recomputed as a whole, and the values that stayed; None if it followed the
         plan."""
         state = budget_states.get(self.tag)
-        tag = None if state is None else state.regions_tag
-        found = None if tag is None else remat_states.get(tag)
-        return None if found is None else found.plan
+        return None if state is None or state.way is Way.OPS else state.of_regions.plan
 
     def __repr__(self) -> str:
         budget = self.budget
@@ -244,60 +235,38 @@ class MemoryBudget(RecordedContext):
         return f'<MemoryBudget(tag="{self.tag}"): at most {held} of the device; what does not fit leaves or is recomputed>'
 
 
-def _device_of(model: nn.Module) -> Device | None:
-    found = next((parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"), None)
-    return None if found is None else open_device(found)
-
-
 def _figures(tag: str) -> dict[str, Any] | None:
     state = budget_states.get(tag)
     if state is None:
         return None
     with state.lock:
-        state.sweep()
-        counts, plan = state.counts, state.learning.last
+        for each in (state, state.of_regions, state.of_copies):
+            each.sweep()
+        learning, plan, counts, ways, regions = state.learning, state.learning.last, state.counts, state.ways, state.regions
+        copies = state.of_copies.counts if state.way is Way.REGIONS_AND_COPIES else counts
         figures = {
             **state.figures(),
+            **copies.figures_of_copies(),
             "budget_bytes": state.budget_bytes,
-            "num_kept": max(0, counts.num_saved - counts.num_dropped - counts.moved_out.num_copies),
+            "num_kept": max(0, counts.num_saved - counts.num_dropped - copies.moved_out.num_copies),
             "predicted_peak_bytes": None if plan is None else plan.predicted_peak_bytes,
-            "step_peak_bytes": state.learning.last_peak_bytes,
+            "step_peak_bytes": learning.last_peak_bytes,
             "predicted_s": None if plan is None else plan.predicted_s,
-            "step_s": state.learning.last_step_s(),
+            "step_s": learning.last_step_s(),
             "plain_s": None if plan is None else plan.plain_s,
             "min_budget_bytes": None if plan is None else plan.min_budget_bytes,
-            "num_plans": state.learning.num_plans,
-            **(counts if state.regions_tag is None else Counts()).figures_of_copies(),
+            "num_plans": learning.num_plans,
         }
-    regions = None if state.regions_tag is None else remat_figures(state.regions_tag)
-    if regions is None:
+        if ways is not None and regions is not None and plan is not None:
+            peak_bytes, predicted_bytes = None if state.peak is None else state.peak.num_bytes, ways.predicted_bytes(regions)
+            if peak_bytes is None and not ways.is_learning:
+                peak_bytes = predicted_bytes  # the last one that was seen
+            figures |= {
+                "predicted_s": plan.plain_s + regions.plan.predicted_replay_s,
+                "predicted_peak_bytes": predicted_bytes,
+                "step_peak_bytes": peak_bytes,
+            }
         return figures
-    figures |= {name: regions[name] for name in _OF_REGIONS}
-    figures |= _with_regions(state)
-    copies = None if state.copies_tag is None else offload_figures(state.copies_tag)
-    if copies is not None:
-        figures |= {name: copies[name] for name in _OF_COPIES}
-        figures |= {name: regions[name] + copies[name] for name in ("live_records", "live_bytes")}
-        figures["num_kept"] = max(0, figures["num_kept"] - copies["num_copies_out"])
-    return figures
-
-
-def _with_regions(state: BudgetState) -> dict[str, Any]:
-    ways, regions = state.ways, state.regions
-    planner = None if state.ways_for is None else state.learning.of(state.ways_for[0]).planner
-    if ways is None or planner is None or regions is None:
-        return {}
-    plain_s, peak_bytes = planner.problem.plain_s, None if state.peak is None else state.peak.num_bytes
-    predicted_bytes = ways.predicted_bytes(regions)
-    if peak_bytes is None and not ways.is_learning:
-        peak_bytes = predicted_bytes  # the last one that was seen
-    return {
-        "plain_s": plain_s,
-        "predicted_s": plain_s + regions.plan.predicted_replay_s,
-        "step_s": last_s(state.region_times),
-        "predicted_peak_bytes": predicted_bytes,
-        "step_peak_bytes": peak_bytes,
-    }
 
 
 report_from(MemoryBudget.__name__, tags=lambda: list(budget_states), figures=_figures)

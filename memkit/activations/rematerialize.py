@@ -144,8 +144,8 @@ class Rematerialize(RecordedContext):
             )
         if is_on:
             hooks = innermost_hooks()
-            steady = open_steady(self.tag, self._options, hooks)
             state = remat_states.get(self.tag)
+            steady = open_steady(state, self._options, hooks)
             if steady is None and state is not None and state.gives_up_plans:
                 from memkit.activations.recomputing.unrecorded import open_layers_again  # only now: a long chain of imports
 

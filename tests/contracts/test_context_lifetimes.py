@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import memkit
-from memkit.activations.budgeting.learning import Planned, PlannedMoments
+from memkit.activations.budgeting.learning import Planned
 from memkit.activations.offloading.schedule import PlacedCopies
 from tests.activations.cases import assert_same_bits, inputs_on, skips
 from tests.activations.chains import chain, leaf_on, step
@@ -94,7 +94,7 @@ def _values_of(thing: object) -> Iterator[object]:
         yield getattr(thing, name, None)
 
 
-_BY_CHANCE = (PlacedCopies, Planned, PlannedMoments)
+_BY_CHANCE = (PlacedCopies, Planned)
 """Objects whose number is up to chance on a GPU, the first's on all devices. A schedule of offloading keeps a few placements,
 by the free host memory when forwards began; a budget has one more plan, with its followers, after a step with more bytes beside
 it."""

@@ -22,6 +22,7 @@ from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.recording_stage import RecordingStage
 from memkit.activations.saved.settled import Settled
 from memkit.core import torch_private
+from memkit.core.interrupts import mended
 from memkit.core.kept import KeptHandle
 from memkit.core.sizes import format_bytes
 from memkit.core.tensors import is_range_of_bytes
@@ -40,13 +41,14 @@ if TYPE_CHECKING:
 
     from memkit.activations.budgeting.learning import Planned
     from memkit.activations.budgeting.limits import Limits
-    from memkit.activations.budgeting.meter import Foresight
     from memkit.activations.budgeting.state import BudgetState
-    from memkit.activations.budgeting.steady_step import Moves, SteadySave, SteadyStep
+    from memkit.activations.budgeting.steady_step import SteadySave, SteadyStep
+    from memkit.activations.offloading.schedule import Schedule
     from memkit.activations.offloading.scheduled import ScheduledForward
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.recomputing.decider import Decider
     from memkit.activations.recomputing.recorded_forward import RecordedForward
+    from memkit.activations.saved.counts import Counts
     from memkit.activations.saved.traces import Trace
     from memkit.recording.recording import Recording
 
@@ -60,12 +62,10 @@ class WatchedRecorder(Recorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        meter, notes = self.meter, self.notes
-        if self.recording.is_gathering or torch_private.backward_task() != -1:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        if notes is not None:
-            notes.begin_op(self.recording)
-        if meter is None:
+        meter, is_forward = self.meter, not self.recording.is_gathering and torch_private.backward_task() == -1
+        if self.notes is not None and is_forward:
+            self.notes.begin_op(self.recording)
+        if meter is None or not is_forward:
             return super().__torch_dispatch__(func, types, args, kwargs)
         meter.begin_op()
         results = super().__torch_dispatch__(func, types, args, kwargs)
@@ -127,12 +127,12 @@ class BudgetStage(RecordingStage):
     def follow_known(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         forward, planned, trace = self._opened, self._planned_decider.planned, self._planned_decider.follower.trace
         state = self._state
-        step = None if trace is None or planned is None else state.learning.steady_step(trace, planned)
-        if step is None or forward is None or trace is None or state.learning.of(trace).shapes != state.shapes:
-            return take  # with other shapes a call saves other tensors, perhaps not all seen
+        step = None if trace is None or planned is None else state.learning.of(trace).steady_step(planned, state.shapes)
+        if step is None or forward is None:
+            return take
         self._step, self._notes = step, None
         moves = step.moves if state.inside.are_alike else None  # else one would have to know which block compiles
-        scheduled = None if moves is None else self._open_scheduled(moves, forward)
+        scheduled = None if moves is None else _open_moves(forward.window, *moves, self.counts)
         if scheduled is not None:
             self._scheduled, self.is_recording = scheduled, False
             scheduled.on_end, forward.on_end = forward.on_end, None
@@ -153,18 +153,6 @@ class BudgetStage(RecordingStage):
             return self._steady.pack_between
         return self._steady.pack
 
-    def _open_scheduled(self, moves: Moves, forward: PlannedForward) -> ScheduledForward | None:
-        state, window = self._state, forward.window
-        with state.lock:
-            if window.is_broken:
-                window.mend()
-            try:
-                window.settle()
-                return open_scheduled(window, moves.schedule, moves.trace, self.counts) if is_free(window) else None
-            except BaseException:  # as `mended` does
-                window.is_broken = True
-                raise
-
     def _room(self, torch_device: torch.device, dtype: torch.dtype) -> Room | None:
         state, device = self._state, self._device or open_device(torch_device)
         counter = device.memory_counter()
@@ -176,14 +164,14 @@ class BudgetStage(RecordingStage):
         allowed_bytes = _FORESEEN * self._limits.allocated_bytes(state.budget_bytes) - self._coming_bytes
         return Room(
             num_bytes=allowed_bytes - counter.allocated_bytes(),
-            bytes_per_s=state.learning.link.spec(device).both_bytes_per_s,
+            bytes_per_s=state.learning.gpu(device).both_bytes_per_s,
             flops_per_s=flops_per_s,
             memory_bytes_per_s=measure_ceilings(device).bytes_per_s,
         )
 
     def _decide(self, *, raises: bool) -> Decider:
         state, limits, device = self._state, self._limits, self._device
-        counter = None if device is None else device.memory_counter()
+        counter = state.counter
         if counter is not None:
             self._judge()
             self._base_bytes = counter.allocated_bytes()
@@ -210,10 +198,9 @@ class BudgetStage(RecordingStage):
         self._allowed_bytes = share * self._limits.allocated_bytes(budget_bytes) - self._coming_bytes
 
     def _check_capacity(self, budget_bytes: int) -> None:
-        device = self._device
-        if device is None or self._state.is_within_capacity:
+        counter = self._state.counter
+        if self._device is None or self._state.is_within_capacity:
             return
-        counter = device.memory_counter()
         capacity_bytes = None if counter is None else counter.capacity_bytes()
         if capacity_bytes is not None and budget_bytes > capacity_bytes:
             raise ValueError(
@@ -239,8 +226,7 @@ class BudgetStage(RecordingStage):
 
     def _limit_now(self, forward: PlannedForward | None = None) -> float:
         """Return the most bytes that saved values and replays may take on the device now, beside all other bytes."""
-        device, forward = self._device, forward or self._opened
-        counter = None if device is None else device.memory_counter()
+        counter, forward = self._state.counter, forward or self._opened
         if counter is None or forward is None:
             return self._allowed_bytes
         foresight, foreseen_bytes = self._foresight, math.inf
@@ -264,34 +250,27 @@ class BudgetStage(RecordingStage):
             self.counts,
             planned=decider.planned,
             limit_bytes=self._limit_now,
-            note_no_host=state.learning.link.note_no_host,
+            note_no_host=state.learning.note_no_host,
         )
         self._opened, self._meter, self._notes = forward, None, None
-        trace = decider.follower.trace
-        counter = None if device is None else device.memory_counter()
+        trace, counter = decider.follower.trace, state.counter
         if device is None:
             return forward
         learning, planned = state.learning, decider.planned
-        if planned is not None and trace is not None and learning.wants_notes(trace, planned, state.shapes):
-            notes_functions = learning.of(trace).may_be_quiet and may_be_quiet(trace.funcs)
-            self._notes = StepNotes(planned, FunctionNotes(recording) if notes_functions else None)
+        learned = None if trace is None else learning.of(trace)
+        if planned is not None and learned is not None and learned.wants_notes(trace, planned, state.shapes):
+            is_quiet = learned.may_be_quiet and trace is not None and may_be_quiet(trace.funcs)
+            self._notes = StepNotes(planned, FunctionNotes(recording) if is_quiet else None)
         is_unknown = decider.planned is None and self._is_metered
         is_first = self._is_first and counter is not None and self._limits.plan is None and state.budget_bytes is not None
-        if is_unknown and (is_first or state.learning.wants_measure(trace, self._limits)):
-            self._meter = Meter(device, counter, forward)
-            forward.measure(self._meter)
+        wants_measure = learned is not None and self._limits.plan is None and learned.wants_measure(trace)
+        if is_unknown and (is_first or wants_measure):
+            self._meter = forward.meter = forward.unpacker = Meter(device, counter, forward)
         elif planned is not None and trace is not None and counter is not None:
-            is_judged, is_new = learning.count_followed(trace)
+            is_judged, is_new = learning.of(trace).count_followed()
             if is_judged:
                 state.judged, state.peak = (trace, planned), StepPeak(counter, resets=is_new)
-        begun, peak = device.record_event(), state.peak
-
-        def note_end() -> None:
-            learning.note_times(begun, device.record_event())
-            if peak is not None:
-                peak.end_backward()
-
-        forward.on_end = note_end
+        forward.on_end = functools.partial(learning.note_end, device.record_event(), device, state.peak)
         return forward
 
     def _make_recorder(self) -> Recorder:
@@ -365,12 +344,12 @@ class BudgetStage(RecordingStage):
             record = handle.record
             record.maker, record.value = forward, value
             forward.note_record(value, record)
-            action = step.planned.schedule.actions.get(value)
+            action = step.planned.actions.get(value)
             if value not in expected.unmade and not (action is Action.RECOMPUTE and forward.drop(value)):
                 forward.walk.admit(value)
             if action is Action.OFFLOAD:
                 forward.leave(record, tensor, storage, node)
-        if save.is_due or forward.is_waiting:
+        if save.is_due or forward.waiting:
             forward.pass_save(node, save.ordinal)
         return handle
 
@@ -430,9 +409,9 @@ class BudgetStage(RecordingStage):
         with self._lock:
             decider, state = self._planned_decider, self._state
             if decider.follower.trace is not None:
-                state.learning.leave_steady(decider.follower.trace, num_saves)
+                state.learning.of(decider.follower.trace).leave_steady(num_saves)
             decider.leave()
-            forward.follow(None)
+            forward.planned = None
             forward.walk.limit_bytes = decider.limit_bytes
             state.num_deviations += 1
             state.judged, self.counts.follows_plan, self._is_noted = None, False, False
@@ -466,7 +445,7 @@ class BudgetStage(RecordingStage):
 
     def _take_any(self, tensor: Tensor, action: Action | None) -> KeptHandle:
         opened = self._opened
-        if opened is None or opened.schedule is None or type(tensor) is not Tensor or is_traced():
+        if opened is None or opened.planned is None or type(tensor) is not Tensor or is_traced():
             return super().take(tensor, action)
         # Compiled code that was not found saves nothing here: it would have shown no op, and a plan is followed so far.
         with torch_private.without_python_dispatch():
@@ -496,19 +475,16 @@ class BudgetStage(RecordingStage):
         foresight = self._foresight
         save = len(forward.saves) - 1
         if foresight is not None and not foresight.is_of(save, num_bytes) and forward is self._opened:
-            self._scale_foresight(foresight.scaled(save, num_bytes))
+            self._foresight = foresight.scaled(save, num_bytes)
+            if self._state.budget_bytes is not None:
+                self._allow(_UNPLANNED)
         opened, decider, planned = self._opened, self._planned_decider, self._planned_decider.planned
         if opened is not None and opened.planned is not planned:
-            opened.follow(planned)
+            opened.planned = planned
             self.counts.follows_plan = planned is not None
             state, trace = self._state, decider.follower.trace
             is_of_other = state.judged is not None and save == 0  # its peak says nothing about the plan from which it deviated
             state.judged = (trace, planned) if is_of_other and trace is not None and planned is not None else None
-
-    def _scale_foresight(self, foresight: Foresight | None) -> None:
-        self._foresight = foresight
-        if self._state.budget_bytes is not None:
-            self._allow(_UNPLANNED)
 
     def _end_recorded(self, *, learn: bool) -> None:
         forward, meter, state, notes = self._forward, self._meter, self._state, self._notes
@@ -536,7 +512,8 @@ class BudgetStage(RecordingStage):
         decider = self._planned_decider
         has_followed = notes is not None and decider.planned is notes.planned and decider.follower.trace is trace
         if notes is not None and opened is not None and has_followed:
-            state.learning.note_steady(trace, notes, opened, self._options.kinds, state.shapes)
+            learned, steady = state.learning.of(trace), notes.finish(trace, opened, self._options.kinds)
+            learned.steady, learned.noted, learned.shapes = steady, notes.planned, state.shapes
         planned, budget_bytes, limits = decider.planned, state.budget_bytes, self._limits
         if planned is not None and planned.plan.is_plain and not forward.marks:
             most_bytes = 0 if budget_bytes is None else limits.allocated_bytes(budget_bytes)
@@ -548,7 +525,7 @@ class BudgetStage(RecordingStage):
 
     def _leave_room_behind(self, forward: PlannedForward, meter: Meter) -> None:
         """After a first forward, move saved values to make room for the unknown rest of the step."""
-        counter = None if self._device is None else self._device.memory_counter()
+        counter = self._state.counter
         if counter is not None and (self._foresight is None or not self._foresight.is_whole):
             room_bytes = self._allowed_bytes - _OF_LOSS * meter.returned_bytes
             with self._lock:
@@ -571,7 +548,7 @@ class BudgetStage(RecordingStage):
         is_whole = learn and is_complete
         judged = state.judged if is_whole else None
         if learn and not is_complete:
-            state.learning.leave_steady(trace, len(step.saves))
+            state.learning.of(trace).leave_steady(len(step.saves))
             state.num_deviations += 1
         self._end_recorded(learn=False)
         state.judged = judged
@@ -588,3 +565,9 @@ class BudgetStage(RecordingStage):
 
     def _note_plan(self) -> None:
         """Do nothing: `Learning` remembers the plan."""
+
+
+@mended
+def _open_moves(window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts) -> ScheduledForward | None:
+    window.settle()
+    return open_scheduled(window, schedule, trace, counts) if is_free(window) else None

@@ -43,13 +43,9 @@ def num_like(block: nn.Module, others: Iterable[nn.Module]) -> float:
     often double the width and halve the resolution: such a block saves half as much and has four times the parameters. So a
     block with more parameters counts as the square root of the ratio. One with fewer counts as one: the block called first is
     mostly of an early stage."""
-    own_numel = _num_parameters(block)
-    numels = [_num_parameters(other) for other in others if type(other) is type(block)]
+    alike = (other for other in (block, *others) if type(other) is type(block))
+    own_numel, *numels = [sum(parameter.numel() for parameter in each.parameters()) for each in alike]
     return sum(min(1.0, math.sqrt(own_numel / max(numel, 1))) for numel in numels)
-
-
-def _num_parameters(block: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in block.parameters())
 
 
 def best_partition(partitions: Sequence[Partition], num_blocks: float, room: Room) -> Partition:

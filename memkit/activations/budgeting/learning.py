@@ -5,114 +5,99 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field, replace
-from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
-from memkit.activations.budgeting.meter import Foresight, is_other_link, measured_s, observed_trace
-from memkit.activations.budgeting.ways import Ways, ways_within
+from memkit.activations.budgeting.meter import Foresight, is_other_link, observed_trace
+from memkit.activations.budgeting.ways import Ways
 from memkit.activations.recomputing.decider import Decider
 from memkit.activations.saved.traces import Follower, Trace, Traces
 from memkit.core.sizes import format_bytes
 from memkit.errors import BudgetInfeasible, HostMemoryError
-from memkit.plan import NO_OP, Action, GpuSpec, JointPlanner, Lineage, MemoryPlan, fit_regions, make_problem
+from memkit.plan import NO_OP, Action, GpuSpec, JointPlanner, Lineage, MemoryPlan, fit_copies, fit_regions, make_problem
 from memkit.transfer import Link, measure_link
 from memkit.transfer.device_memory import device_memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from memkit.activations.budgeting.limits import Limits
+    from memkit.activations.budgeting.limits import Limits, StepPeak
     from memkit.activations.budgeting.meter import Meter
-    from memkit.activations.budgeting.planned_forward import PlannedForward
-    from memkit.activations.budgeting.steady_step import SteadyStep, StepNotes
+    from memkit.activations.budgeting.steady_step import SteadyStep
     from memkit.activations.context import Shapes
     from memkit.activations.saved.traces import OpTrace
     from memkit.device import Device, Event
     from memkit.plan import Problem, RegionNeeds
-    from memkit.recording.ops import OpKinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedMoments:
-    """When values are copied, freed and fetched in a step that follows a plan. Values are numbered by the step's lineage."""
+class Planned:
+    """A plan, and when values are copied, freed and fetched in a step that follows it. Values are numbered by its lineage."""
 
+    plan: MemoryPlan
+    allowed_bytes: int
+    """The most bytes for the step: the budget without the headroom."""
+    headroom_bytes: int
+    """Free bytes for steps that exceed the prediction. Without any other plan, the plan uses them."""
     actions: Mapping[int, Action]
     retained: frozenset[int]
     """Values that autograd does not save and that are held: anchors, and roots that would be freed."""
-    copies: Mapping[int, tuple[int, ...]]
+    copies: Mapping[int, Sequence[int]]
     """By save, the anchors whose copies to the host begin there."""
-    lets_go: Mapping[int, tuple[int, ...]]
+    lets_go: Mapping[int, Sequence[int]]
     """By save, the values that are freed there after their copies; the number of saves is the first request."""
-    fetches: Mapping[int, tuple[int, ...]]
+    fetches: Mapping[int, Sequence[int]]
     """By request, the values whose copies back begin there, in the order of need."""
-    releases: Mapping[int, tuple[int, ...]]
+    releases: Mapping[int, Sequence[int]]
     """By request, the values held for replays that no replay from there on reads."""
     held_until: Mapping[int, int]
     """The last request whose replay reads a value."""
     stays: Mapping[int, frozenset[int]]
     """For each recomputed value, the intermediate values that are kept too."""
-    num_saves: int
-    moving_bytes: int
-
-
-def schedule_of(plan: MemoryPlan, lineage: Lineage, roots: Mapping[int, int]) -> PlannedMoments:
-    copies, lets_go, fetches, releases = (dict[int, list[int]]() for _ in range(4))
-    anchors, held_until = set[int](), dict[int, int]()
-    for planned in plan.values:
-        value = planned.value
-        if planned.is_anchor:
-            anchors.add(value)
-        if planned.held_until >= 0:
-            held_until[value] = planned.held_until
-        if planned.action is Action.OFFLOAD:
-            if planned.is_anchor:
-                copies.setdefault(planned.copy_at, []).append(value)
-            lets_go.setdefault(planned.let_go_at, []).append(value)
-    moved = [planned for planned in plan.values if planned.action is Action.OFFLOAD]
-    for planned in sorted(moved, key=lambda planned: planned.needed_at):
-        fetches.setdefault(planned.fetch_at, []).append(planned.value)
-    read: dict[int, int] = {}
-    for replay in plan.replays:
-        for op in replay.ops:
-            for source in lineage.ins[op]:
-                if source in roots and lineage.maker[source] == NO_OP:
-                    read[source] = replay.request
-    for value, request in (*held_until.items(), *((value, request) for value, request in read.items() if value in anchors)):
-        releases.setdefault(request + 1, []).append(value)
-    return PlannedMoments(
-        actions={planned.value: planned.action for planned in plan.values if not planned.is_anchor},
-        retained=frozenset(anchors | read.keys()),
-        copies=_frozen(copies),
-        lets_go=_frozen(lets_go),
-        fetches=_frozen(fetches),
-        releases=_frozen(releases),
-        held_until=held_until,
-        stays={replay.value: frozenset(replay.stays) for replay in plan.replays},
-        num_saves=len(plan.step.saves),
-        moving_bytes=sum(planned.num_bytes for planned in moved),
-    )
-
-
-def _frozen(found: Mapping[int, list[int]]) -> dict[int, tuple[int, ...]]:
-    return {ordinal: tuple(values) for ordinal, values in found.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    plan: MemoryPlan
-    schedule: PlannedMoments
-    allowed_bytes: int
-    """The most bytes for the step: the budget without the headroom."""
-    headroom_bytes: int = 0
-    """Free bytes for steps that exceed the prediction. Without any other plan, the plan uses them."""
 
     @property
     def exceeds_budget(self) -> bool:
         return self.plan.predicted_peak_bytes > self.allowed_bytes + self.headroom_bytes
+
+
+def planned_of(
+    plan: MemoryPlan, lineage: Lineage, roots: Mapping[int, int], *, allowed_bytes: int, headroom_bytes: int = 0
+) -> Planned:
+    copies, lets_go, fetches, releases = (dict[int, list[int]]() for _ in range(4))
+    anchors = {planned.value for planned in plan.values if planned.is_anchor}
+    held_until = {planned.value: planned.held_until for planned in plan.values if planned.held_until >= 0}
+    moved = [planned for planned in plan.values if planned.action is Action.OFFLOAD]
+    for planned in moved:
+        if planned.is_anchor:
+            copies.setdefault(planned.copy_at, []).append(planned.value)
+        lets_go.setdefault(planned.let_go_at, []).append(planned.value)
+    for planned in sorted(moved, key=lambda planned: planned.needed_at):
+        fetches.setdefault(planned.fetch_at, []).append(planned.value)
+    read = {
+        source: replay.request
+        for replay in plan.replays
+        for op in replay.ops
+        for source in lineage.ins[op]
+        if source in roots and lineage.maker[source] == NO_OP
+    }
+    for value, request in (*held_until.items(), *((value, request) for value, request in read.items() if value in anchors)):
+        releases.setdefault(request + 1, []).append(value)
+    return Planned(
+        plan=plan,
+        allowed_bytes=allowed_bytes,
+        headroom_bytes=headroom_bytes,
+        actions={planned.value: planned.action for planned in plan.values if not planned.is_anchor},
+        retained=frozenset(anchors | read.keys()),
+        copies=copies,
+        lets_go=lets_go,
+        fetches=fetches,
+        releases=releases,
+        held_until=held_until,
+        stays={replay.value: frozenset(replay.stays) for replay in plan.replays},
+    )
 
 
 @dataclass(eq=False, slots=True)
@@ -139,6 +124,44 @@ class LearnedStep:
     """Functions may be followed rather than ops: not after such a step has deviated."""
     has_chosen: bool = False
 
+    def is_ready(self, trace: Trace | None) -> bool:
+        meter, ops = self.meter, None if trace is None else trace.ops
+        return meter is not None and meter.is_whole and ops is not None and ops.is_measured and ops.has_order
+
+    def wants_measure(self, trace: Trace | None) -> bool:
+        return self.planner is None and not self.is_ready(trace)
+
+    def steady_step(self, planned: Planned, shapes: Shapes | None) -> SteadyStep | None:
+        """Return the saves of a step under a plan; None if they are unknown or vary. With other shapes a call saves other
+        tensors, perhaps not all seen."""
+        steady = self.steady
+        if steady is None or steady.planned is not planned or self.num_left >= _MOST_LEFT or self.shapes != shapes:
+            return None
+        if steady.moves is not None and steady.moves[1].requests is None:  # a backward has asked for something else
+            steady = self.steady = replace(steady, moves=None)
+        return steady
+
+    def wants_notes(self, trace: Trace | None, planned: Planned, shapes: Shapes | None) -> bool:
+        is_noted = self.noted is planned and self.shapes == shapes
+        return not (is_noted or trace is None or trace.has_marks or planned.plan.is_plain or self.num_left >= _MOST_LEFT)
+
+    def leave_steady(self, num_saves: int) -> None:
+        """Note that a step deviated after `num_saves` saves, while nothing was noted."""
+        steady = self.steady
+        if num_saves == 0 and steady is not None and steady.moves is not None:
+            self.steady = replace(steady, moves=None)  # with its ops recorded, such a step is noted from the first
+            return
+        self.may_be_quiet &= steady is None or not steady.calls
+        self.steady = self.noted = None
+        self.num_left += 1
+
+    def count_followed(self) -> tuple[bool, bool]:
+        """Count a step that follows a plan. Return whether to check it, and whether it is one of the first few. All of these
+        are checked, then one in `_JUDGED_EVERY`."""
+        self.num_judged += 1
+        is_new = self.num_judged <= _STEPS_JUDGED
+        return self.given is None and (is_new or self.num_judged % _JUDGED_EVERY == 0), is_new
+
 
 class PlannedDecider(Decider):
     """Decides for each save by a plan; without one, by the score and the room on the device."""
@@ -155,7 +178,7 @@ class PlannedDecider(Decider):
 
     @property
     def retained(self) -> Collection[int]:
-        return () if self.planned is None else self.planned.schedule.retained
+        return () if self.planned is None else self.planned.retained
 
     def _change_plan(self) -> None:
         trace = self.follower.trace
@@ -167,39 +190,10 @@ class PlannedDecider(Decider):
         self._change_plan()
 
     def action(self, value: int, held_bytes: int) -> Action | None:
-        return None if self.planned is None else self.planned.schedule.actions.get(value)
+        return None if self.planned is None else self.planned.actions.get(value)
 
     def grow(self) -> None:
         self.limit_bytes = self._limit_bytes() if self.planned is None else math.inf
-
-
-def search(
-    planner: JointPlanner,
-    allowed_bytes: int,
-    headroom_bytes: int,
-    budget_bytes: int,
-    device: Device,
-    warn: Callable[[str], None] | None,
-    reserved_bytes: int,
-) -> MemoryPlan:
-    """Return a plan; if there is none with the headroom, one without it."""
-    try:
-        is_roomy = planner.least().peak_bytes <= allowed_bytes
-        return planner.plan(allowed_bytes if is_roomy else allowed_bytes + headroom_bytes)
-    except BudgetInfeasible as error:
-        free_bytes = budget_bytes - allowed_bytes - headroom_bytes
-        told, held = str(error), device_memory_of(device).describe()
-        if free_bytes:
-            asked = f"of a budget of {format_bytes(budget_bytes)}, {format_bytes(free_bytes)}"
-            told = f"{asked} are left free, or are there beside the step: {error}"
-        if reserved_bytes:
-            told = f"{format_bytes(reserved_bytes)} are reserved for optimizer states; pass optimizer= if it keeps less: {told}"
-        if held:
-            told = f"{told}. Of what is there, {held}"
-        if warn is None:
-            raise BudgetInfeasible(told, error.smallest_bytes + free_bytes) from None
-        warn(f"{told}. It is exceeded by as little as can be.")
-        return planner.plan(planner.least().peak_bytes)
 
 
 _OF_LINK = 0.9
@@ -208,46 +202,6 @@ _PROBED_BYTES = 64 * 2**20
 _NO_LINK = Link(d2h_bytes_per_s=1.0, h2d_bytes_per_s=1.0)
 """With this link, a plan moves nothing unless there is no other plan."""
 _links: WeakKeyDictionary[Device, Link] = WeakKeyDictionary()
-
-
-class PlannedLink:
-    def __init__(self, warn: Callable[[str, str], None]) -> None:
-        self._warn = warn
-        self.known: GpuSpec | None = None
-        self.has_host = True
-
-    def spec(self, device: Device) -> GpuSpec:
-        if self.known is None:
-            link = self._link_of(device)
-            counter = device.memory_counter()
-            capacity_bytes = None if counter is None else counter.capacity_bytes()
-            self.known = GpuSpec(
-                name=device.name,
-                memory_bytes=capacity_bytes or 2**62,
-                bytes_per_s=1.0,
-                flops_per_s={},
-                d2h_bytes_per_s=_OF_LINK * link.d2h_bytes_per_s,
-                h2d_bytes_per_s=_OF_LINK * link.h2d_bytes_per_s,
-                both_bytes_per_s=_OF_LINK * min(link.d2h_bytes_per_s, link.h2d_bytes_per_s),
-                copy_latency_s=link.latency_s,
-                source="measured in this process",
-                is_measured=link is not _NO_LINK,
-            )
-        return self.known
-
-    def _link_of(self, device: Device) -> Link:
-        """Return the speed of copies: nearly none where they free nothing or have no host memory."""
-        if device.has_own_memory and self.has_host and device not in _links:
-            try:
-                _links[device] = measure_link(device, num_bytes=_PROBED_BYTES)
-            except HostMemoryError as error:
-                self.note_no_host(error)
-        return _links[device] if device.has_own_memory and self.has_host else _NO_LINK
-
-    def note_no_host(self, error: HostMemoryError) -> None:
-        """Warn that a saved tensor found no host memory. Later plans move none, so that they keep to the budget."""
-        self._warn("host", f"saved tensors stay on the device, since there is no host memory for them: {error}")
-        self.has_host, self.known = False, None
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -269,6 +223,10 @@ _HANDLING_S = 1e-4
 """Host seconds for each moved or recomputed value, in plans for steps that the host limits."""
 _LESS = 0.97
 """Steps below this fraction of the predicted seconds show that ops were measured too slow."""
+_MISSES = 1.02
+"""If no choice of regions keeps to the budget, one that exceeds it by at most this factor is tried."""
+_OF_CAPACITY = 0.95
+"""This fraction of the device's memory is usable despite fragmentation."""
 _MORE_BESIDE = 0.005
 """The bytes beside the step may exceed those planned with by this fraction of the budget."""
 
@@ -276,7 +234,8 @@ _MORE_BESIDE = 0.005
 class Learning:
     def __init__(self, warn: Callable[[str, str], None]) -> None:
         self._warn = warn
-        self.link = PlannedLink(warn)
+        self.link: GpuSpec | None = None
+        self.has_host = True
         self.last_peak_bytes: int | None = None
         self._last: Planned | None = None
         self.num_plans = self.num_ended = 0
@@ -293,12 +252,6 @@ class Learning:
         assert isinstance(trace.learned, LearnedStep)
         return trace.learned
 
-    def wants_measure(self, trace: Trace | None, limits: Limits) -> bool:
-        if trace is None or limits.plan is not None:
-            return False
-        learned = self.of(trace)
-        return learned.planner is None and not _is_ready(trace, learned.meter)
-
     def shown(self, trace: Trace) -> Foresight | None:
         learned, first = self.of(trace), self.first
         if first is not None and first[0] is trace and first[1].is_whole and trace.ops is not None:
@@ -310,22 +263,29 @@ class Learning:
         return learned.shown
 
     def planned(self, trace: Trace, limits: Limits, device: Device, *, base_bytes: int, coming_bytes: int) -> Planned | None:
-        if trace.ops is None or not trace.ops.has_order:
+        ops, learned = trace.ops, self.of(trace)
+        if ops is None or not ops.has_order:
             return None
-        learned = self.of(trace)
         if limits.plan is not None:
             if learned.given is None or learned.given.plan is not limits.plan:
-                learned.given = _given(trace.ops, limits.plan)
+                difference, roots = limits.plan.step.difference_of(ops.step), ops.step.retained_bytes
+                if difference:
+                    raise ValueError(f"this plan is for another step: {difference}. Plan this step anew")
+                learned.given = planned_of(limits.plan, ops.step.lineage, roots, allowed_bytes=limits.plan.budget_bytes)
             found = learned.given
         else:
-            if learned.planner is None and _is_ready(trace, learned.meter):
-                learned.planner = self._planner(trace.ops, learned, limits, device)
+            meter = learned.meter
+            if learned.planner is None and meter is not None and learned.is_ready(trace):
+                step = replace(ops.step, uses=meter.uses, use_ends=meter.use_ends)
+                seen = observed_trace(meter, step, ops.names, target=device.torch_device.type, min_bytes=limits.min_bytes)
+                learned.meter, learned.measured_s, self.first = None, meter.seconds(step), None
+                learned.planner = JointPlanner(make_problem(seen, self.gpu(device), measured_s=learned.measured_s))
             if learned.planner is None:
                 return None
-            if not self.link.has_host and learned.planner.problem.gpu.is_measured:
+            if not self.has_host and learned.planner.problem.gpu.is_measured:
                 learned.over_bytes = 0  # for steps whose copies found no room
-                _plan_anew(learned, self.link.spec(device))
-            found = self._plan(trace.ops, learned.planner, learned, limits, device, base_bytes, coming_bytes)
+                _plan_anew(learned, self.gpu(device))
+            found = self._plan(ops, learned, limits, device, base_bytes, coming_bytes)
         self._last = found
         return found
 
@@ -333,25 +293,40 @@ class Learning:
         planner = None if trace is None else self.of(trace).planner
         return limits.budget_bytes(None if planner is None else planner.problem.plain_peak_bytes)
 
-    def _planner(self, ops: OpTrace, learned: LearnedStep, limits: Limits, device: Device) -> JointPlanner:
-        meter = learned.meter
-        assert meter is not None
-        step = replace(ops.step, uses=meter.uses, use_ends=meter.use_ends)
-        trace = observed_trace(meter, step, ops.names, target=device.torch_device.type, min_bytes=limits.min_bytes)
-        learned.meter, learned.measured_s = None, measured_s(meter, step)
-        self.first = None
-        return JointPlanner(make_problem(trace, self.link.spec(device), measured_s=learned.measured_s))
+    def gpu(self, device: Device) -> GpuSpec:
+        if self.link is None:
+            if device.has_own_memory and self.has_host and device not in _links:
+                try:
+                    _links[device] = measure_link(device, num_bytes=_PROBED_BYTES)
+                except HostMemoryError as error:
+                    self.note_no_host(error)
+            link = _links[device] if device.has_own_memory and self.has_host else _NO_LINK  # copies free nothing
+            counter = device.memory_counter()
+            capacity_bytes = None if counter is None else counter.capacity_bytes()
+            self.link = GpuSpec(
+                name=device.name,
+                memory_bytes=capacity_bytes or 2**62,
+                bytes_per_s=1.0,
+                flops_per_s={},
+                d2h_bytes_per_s=_OF_LINK * link.d2h_bytes_per_s,
+                h2d_bytes_per_s=_OF_LINK * link.h2d_bytes_per_s,
+                both_bytes_per_s=_OF_LINK * min(link.d2h_bytes_per_s, link.h2d_bytes_per_s),
+                copy_latency_s=link.latency_s,
+                source="measured in this process",
+                is_measured=link is not _NO_LINK,
+            )
+        return self.link
+
+    def note_no_host(self, error: HostMemoryError) -> None:
+        """Warn that a saved tensor found no host memory. Later plans move none, so that they keep to the budget."""
+        self._warn("host", f"saved tensors stay on the device, since there is no host memory for them: {error}")
+        self.has_host, self.link = False, None
 
     def _plan(
-        self,
-        ops: OpTrace,
-        planner: JointPlanner,
-        learned: LearnedStep,
-        limits: Limits,
-        device: Device,
-        base_bytes: int,
-        coming_bytes: int,
+        self, ops: OpTrace, learned: LearnedStep, limits: Limits, device: Device, base_bytes: int, coming_bytes: int
     ) -> Planned:
+        planner = learned.planner
+        assert planner is not None
         problem = planner.problem
         budget_bytes = limits.budget_bytes(problem.plain_peak_bytes)
         assert budget_bytes is not None
@@ -363,14 +338,30 @@ class Learning:
         allowed_bytes = max(whole_bytes - headroom_bytes - learned.over_bytes - more_bytes, 1)
         found = learned.plans.get(allowed_bytes)
         if found is None:
-            warn = None if limits.raises else partial(self._warn, f"budget {budget_bytes}")
-            is_guess = limits.optimizer is None or limits.optimizer() is None
-            reserved_bytes = coming_bytes if is_guess else 0
-            plan = search(planner, allowed_bytes, headroom_bytes, budget_bytes, device, warn, reserved_bytes)
-            plan = replace(plan, budget_bytes=budget_bytes)
-            schedule = schedule_of(plan, problem.lineage, ops.step.retained_bytes)
-            found = learned.plans[allowed_bytes] = Planned(
-                plan=plan, schedule=schedule, allowed_bytes=allowed_bytes, headroom_bytes=headroom_bytes
+            is_roomy = planner.least().peak_bytes <= allowed_bytes
+            try:
+                plan = planner.plan(allowed_bytes if is_roomy else allowed_bytes + headroom_bytes)
+            except BudgetInfeasible as error:
+                free_bytes = budget_bytes - allowed_bytes - headroom_bytes
+                told, held = str(error), device_memory_of(device).describe()
+                if free_bytes:
+                    asked = f"of a budget of {format_bytes(budget_bytes)}, {format_bytes(free_bytes)}"
+                    told = f"{asked} are left free, or are there beside the step: {error}"
+                if coming_bytes and (limits.optimizer is None or limits.optimizer() is None):
+                    guess = f"{format_bytes(coming_bytes)} are reserved for optimizer states"
+                    told = f"{guess}; pass optimizer= if it keeps less: {told}"
+                if held:
+                    told = f"{told}. Of what is there, {held}"
+                if limits.raises:
+                    raise BudgetInfeasible(told, error.smallest_bytes + free_bytes) from None
+                self._warn(f"budget {budget_bytes}", f"{told}. It is exceeded by as little as can be.")
+                plan = planner.plan(planner.least().peak_bytes)
+            found = learned.plans[allowed_bytes] = planned_of(
+                replace(plan, budget_bytes=budget_bytes),
+                problem.lineage,
+                ops.step.retained_bytes,
+                allowed_bytes=allowed_bytes,
+                headroom_bytes=headroom_bytes,
             )
             learned.num_judged = 0
             learned.rates.clear()
@@ -378,49 +369,9 @@ class Learning:
             _LOGGER.debug("MemoryBudget: for %d bytes, by %s: %s", allowed_bytes, problem.gpu, plan)
         return found
 
-    def steady_step(self, trace: Trace, planned: Planned) -> SteadyStep | None:
-        """Return the saves of a step like a trace under a plan; None if they are unknown or vary."""
-        learned = self.of(trace)
-        steady = learned.steady
-        if steady is None or steady.planned is not planned or learned.num_left >= _MOST_LEFT:
-            return None
-        if steady.moves is not None and steady.moves.trace.requests is None:  # a backward has asked for something else
-            steady = learned.steady = replace(steady, moves=None)
-        return steady
-
-    def wants_notes(self, trace: Trace, planned: Planned, shapes: Shapes | None) -> bool:
-        learned = self.of(trace)
-        is_noted = learned.noted is planned and learned.shapes == shapes
-        return not (is_noted or trace.has_marks or planned.plan.is_plain or learned.num_left >= _MOST_LEFT)
-
-    def note_steady(
-        self, trace: Trace, notes: StepNotes, forward: PlannedForward, kinds: OpKinds, shapes: Shapes | None
-    ) -> None:
-        learned = self.of(trace)
-        learned.shapes = shapes
-        learned.steady, learned.noted = notes.finish(trace, forward, kinds), notes.planned
-
-    def leave_steady(self, trace: Trace, num_saves: int) -> None:
-        """Note that a step deviated from a trace after `num_saves` saves, while nothing was noted."""
-        learned = self.of(trace)
-        if num_saves == 0 and learned.steady is not None and learned.steady.moves is not None:
-            learned.steady = replace(learned.steady, moves=None)  # with its ops recorded, such a step is noted from the first
-            return
-        learned.may_be_quiet &= learned.steady is None or not learned.steady.calls
-        learned.steady = learned.noted = None
-        learned.num_left += 1
-
-    def count_followed(self, trace: Trace) -> tuple[bool, bool]:
-        """Count a step that follows a plan. Return whether to check it, and whether it is one of the first few. All of these
-        are checked, then one in `_JUDGED_EVERY`."""
-        learned = self.of(trace)
-        learned.num_judged += 1
-        is_new = learned.num_judged <= _STEPS_JUDGED
-        return learned.given is None and (is_new or learned.num_judged % _JUDGED_EVERY == 0), is_new
-
     def note_link(self, trace: Trace, out_bytes_per_s: float | None, back_bytes_per_s: float | None) -> None:
         """Note the bandwidth of a step. Plan anew if the plan's differs, as when others use the link as well."""
-        learned, link = self.of(trace), self.link.known
+        learned, link = self.of(trace), self.link
         if link is None or not link.is_measured or learned.planner is None:
             return
         if out_bytes_per_s is None or back_bytes_per_s is None:
@@ -435,9 +386,7 @@ class Learning:
                 found, least = (median(out), median(back)), _OTHER_LINK * tolerance
         is_other = is_other_link(link, found, least)
         if is_other and learned.num_links < _MOST_LINKS:
-            link = self.link.known = replace(
-                link, d2h_bytes_per_s=found[0], h2d_bytes_per_s=found[1], both_bytes_per_s=min(found)
-            )
+            link = self.link = replace(link, d2h_bytes_per_s=found[0], h2d_bytes_per_s=found[1], both_bytes_per_s=min(found))
             _plan_anew(learned, link)
             learned.num_links += 1
 
@@ -479,15 +428,24 @@ class Learning:
         if learned.given is not None or planned is None or planned.plan.is_plain or step_s is None:
             return None
         learned.has_chosen = True
-        plan, allowed_bytes, headroom_bytes = planned.plan, planned.allowed_bytes, planned.headroom_bytes
+        plan, allowed_bytes = planned.plan, planned.allowed_bytes
         lacks_ops = any(problem.lineage.maker[value.value] == NO_OP for value in problem.values)
         is_as_known = step_s <= _AS_PREDICTED * plan.predicted_s and not _has_own_clock(problem)
         if not lacks_ops and (is_as_known or planned.exceeds_budget):
             return None
         choices = choices_of(trace, torch.device("cpu") if device is None else device.torch_device)
-        bytes_per_s = None if self.link.known is None else self.link.known.both_bytes_per_s
+        limit_bytes = fit_regions(problem, choices, allowed_bytes)
+        if limit_bytes is None:  # one that nearly keeps to the budget: its first steps may exceed it a little
+            allowed_bytes += planned.headroom_bytes
+            limit_bytes = fit_regions(problem, choices, int(_MISSES * allowed_bytes))
+        moving = None if self.link is None else fit_copies(problem, choices, allowed_bytes, self.link.both_bytes_per_s)
         counter = None if device is None else device.memory_counter()
-        return ways_within(problem, choices, allowed_bytes, headroom_bytes, bytes_per_s, counter)
+        usable_bytes = math.inf if counter is None else _OF_CAPACITY * (counter.capacity_bytes() or math.inf)
+        if moving is not None and allowed_bytes + moving.num_bytes > usable_bytes:
+            moving = None
+        if limit_bytes is None and moving is None:
+            return None
+        return Ways(allowed_bytes, limit_bytes, moving=moving, problem=problem)
 
     def _scale(self, learned: LearnedStep, plan: MemoryPlan) -> None:
         """Scale the seconds of ops to those of steps. If steps took less than the sum of their ops, the device waited for the
@@ -505,19 +463,18 @@ class Learning:
             learned.planner.handling_s = _HANDLING_S
             learned.plans.clear()
 
-    def choose_again(self, traces: Iterable[Trace]) -> None:
-        for trace in traces:
-            self.of(trace).has_chosen = False
-
-    def note_times(self, begun: Event, ended: Event) -> None:
+    def note_end(self, begun: Event, device: Device, peak: StepPeak | None) -> None:
+        """Note that the backward of a step has ended."""
         self.num_ended += 1
-        self._last_times = [*self._last_times[-2:], (begun, ended)]
+        self._last_times = [*self._last_times[-2:], (begun, device.record_event())]
+        if peak is not None:
+            peak.end_backward()
 
     def fastest_step_s(self) -> float | None:
         return min((begun.elapsed_s(ended) for begun, ended in self._last_times if ended.is_reached()), default=None)
 
     def last_step_s(self) -> float | None:
-        return last_s(self._last_times)
+        return next((begun.elapsed_s(ended) for begun, ended in reversed(self._last_times) if ended.is_reached()), None)
 
 
 def _plan_anew(learned: LearnedStep, gpu: GpuSpec) -> None:
@@ -528,23 +485,5 @@ def _plan_anew(learned: LearnedStep, gpu: GpuSpec) -> None:
     learned.plans.clear()
 
 
-def _given(ops: OpTrace, plan: MemoryPlan) -> Planned:
-    difference = plan.step.difference_of(ops.step)
-    if difference:
-        raise ValueError(f"this plan is for another step: {difference}. Plan this step anew")
-    schedule = schedule_of(plan, ops.step.lineage, ops.step.retained_bytes)
-    return Planned(plan=plan, schedule=schedule, allowed_bytes=plan.budget_bytes)
-
-
-def last_s(times: Sequence[tuple[Event, Event]]) -> float | None:
-    over = [begun.elapsed_s(ended) for begun, ended in times if ended.is_reached()]
-    return over[-1] if over else None
-
-
 def _has_own_clock(problem: Problem) -> bool:
     return problem.trace.target != "cpu"
-
-
-def _is_ready(trace: Trace, meter: Meter | None) -> bool:
-    ops = trace.ops
-    return meter is not None and meter.is_whole and ops is not None and ops.is_measured and ops.has_order

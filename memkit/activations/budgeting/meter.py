@@ -10,8 +10,9 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from memkit.activations.saved.records import ON_DEVICE, Record
+from memkit.activations.saved.records import ON_DEVICE, Handle, Record
 from memkit.core import torch_private
 from memkit.core.compiled import AHEAD_OF_COMPILED_S
 from memkit.core.torch_state import dynamo_is_loaded
@@ -34,6 +35,8 @@ class Meter:
     def __init__(self, device: Device, counter: MemoryCounter | None, forward: PlannedForward) -> None:
         self._device, self._counter = device, counter
         self._forward = weakref.proxy(forward)
+        self._window = window = forward.window
+        self.lend, self.change = window.lend, window.change
         self.base_bytes = 0 if counter is None else counter.allocated_bytes()
         self.live_bytes: list[int] = []
         """Bytes beyond the base, in the plain step: the peak during each op of the forward, then up to the first request of the
@@ -75,14 +78,11 @@ class Meter:
             self._counter.reset_peak()  # bytes that a save has dropped by now count once
 
     def _note_released(self) -> None:
-        place, gone = len(self.live_bytes), []
-        for value, reference in self._alive.items():
+        for value, reference in [*self._alive.items()]:
             storage = reference()
             if storage is None or self._is_released(value, storage):
-                self.released[value] = place
-                gone.append(value)
-        for value in gone:
-            del self._alive[value]
+                self.released[value] = len(self.live_bytes)
+                del self._alive[value]
         self._note_beside()
 
     def end_op(self, name: str, results: Any) -> None:
@@ -109,20 +109,19 @@ class Meter:
         value = forward.saves[-1]
         if value in forward.recording.roots and value not in self._opaque:
             self._opaque.add(value)
-            self._end_opaque(value)
+            self._end_opaque(value, forward)
         self.save_places.append(len(self.live_bytes))
         if self._may_be_opaque:
             self._last = self._begin_opaque()
 
-    def _end_opaque(self, value: int) -> None:
+    def _end_opaque(self, value: int, forward: PlannedForward) -> None:
         """Count the unrecorded maker of a saved value, such as a compiled block, as an op."""
         self._note_released()
-        place, record = len(self.live_bytes), self._forward.record_of(value)
+        self._opaque_times.append((len(self.live_bytes), self._since))
         self._note_peak()
         self.names.append(_OPAQUE)
-        self._opaque_times.append((place, self._since))
         self._since = []
-        if record is not None:
+        if (record := forward.record_of(value)) is not None:
             self._alive[value] = record.original
 
     def end_forward(self) -> None:
@@ -143,20 +142,19 @@ class Meter:
 
     # Backward
 
-    def begin_request(self) -> None:
-        if torch_private.backward_task() == -1 or self._begun is None:
-            return
-        self._note_peak()
-        self._events.append((self._begun, self._device.record_event()))
-        self._begun = None
-
-    def end_request(self) -> None:
-        if self._begun is not None or self.is_whole or torch_private.backward_task() == -1:
-            return
-        self._note_beside()
-        if self._counter is not None:
-            self._counter.reset_peak()
-        self._begun = self._device.record_begin()
+    def unpack(self, handle: Handle) -> Tensor:
+        is_asked = torch_private.backward_task() != -1
+        if is_asked and self._begun is not None:
+            self._note_peak()
+            self._events.append((self._begun, self._device.record_event()))
+            self._begun = None
+        tensor = self._window.unpack(handle)
+        if is_asked and self._begun is None and not self.is_whole:
+            self._note_beside()
+            if self._counter is not None:
+                self._counter.reset_peak()
+            self._begun = self._device.record_begin()
+        return tensor
 
     def end_backward(self) -> None:
         if self._begun is not None and self._events:
@@ -165,15 +163,15 @@ class Meter:
             self.uses, self.use_ends = tuple(self._forward.uses), ends_of(self._forward.use_nodes)
             self._begun, self.is_whole = None, len(self.uses) + 1 == len(self._events)
 
-    def opaque_s(self) -> dict[int, float]:
-        """Return the seconds of unrecorded ops by index. The host waits."""
+    def seconds(self, step: Step) -> list[float]:
+        """Return the seconds of all ops of the forward, to the first request, and between requests. The host waits."""
         self._device.synchronize()
-        return {place: sum(begin.elapsed_s(end) for begin, end in times) for place, times in self._opaque_times}
-
-    def stretches_s(self) -> list[float]:
-        """Return the seconds from the end of the forward to the first request, and between requests. The host waits."""
-        self._device.synchronize()
-        return [begin.elapsed_s(end) for begin, end in self._events]
+        found = [0.0] * self.num_forward_ops
+        for place, taken_s in zip(self.op_places, step.lineage.seconds, strict=True):
+            found[place] += taken_s
+        for place, times in self._opaque_times:
+            found[place] += sum(begin.elapsed_s(end) for begin, end in times)
+        return found + [begin.elapsed_s(end) for begin, end in self._events]
 
     # Bytes
 
@@ -209,9 +207,7 @@ class Foresight:
     `is_whole`: the trace includes the loss."""
 
     def __init__(self, trace: StepTrace, *, is_whole: bool = True) -> None:
-        self.is_whole = is_whole
-        self._factor = 0.0
-        """Scales all figures; 0 if the sizes are the trace's."""
+        self.is_whole, self.is_scaled, self._factor = is_whole, False, 1.0
         num_bytes = trace.step.lineage.num_bytes
         self._sizes_bytes = [num_bytes[value] for value in trace.step.saves]
         held = [0] * (len(trace.ops) + 1)
@@ -230,22 +226,19 @@ class Foresight:
         self._saves = _most_between(trace.save_places, beside, turn)
         self._requests = _most_between(trace.use_places, beside, len(trace.ops))
 
-    @property
-    def is_scaled(self) -> bool:
-        return self._factor > 0
-
     def is_of(self, save: int, num_bytes: int) -> bool:
         if save >= len(self._sizes_bytes):
             return False
         size_bytes = self._sizes_bytes[save]
-        return num_bytes == size_bytes if not self._factor else num_bytes <= self._factor * size_bytes
+        return num_bytes <= self._factor * size_bytes if self.is_scaled else num_bytes == size_bytes
 
     def scaled(self, save: int, num_bytes: int) -> Foresight | None:
         """Return the prediction for other sizes: in proportion to a save, if larger; None if none was predicted."""
         if save >= len(self._sizes_bytes) or not self._sizes_bytes[save]:
             return None
         found = copy(self)
-        found.is_whole, found._factor = False, max(self._factor, num_bytes / self._sizes_bytes[save], 1.0)
+        found.is_whole, found.is_scaled = False, True
+        found._factor = max(self._factor, num_bytes / self._sizes_bytes[save])
         return found
 
     def after_save(self, num_saves: int) -> int:
@@ -255,8 +248,7 @@ class Foresight:
         return self._of(self._requests, num_requests)
 
     def _of(self, found: Sequence[int], number: int) -> int:
-        most = found[min(max(number - 1, 0), len(found) - 1)] if found else 0
-        return int(most * self._factor) if self._factor else most
+        return int(self._factor * found[min(max(number - 1, 0), len(found) - 1)]) if found else 0
 
 
 def _most_between(places: Sequence[int], beside: Sequence[int], end: int) -> list[int]:
@@ -269,18 +261,13 @@ def _most_between(places: Sequence[int], beside: Sequence[int], end: int) -> lis
     return found
 
 
-_BACKWARD = "backward"
-
-
 def observed_trace(meter: Meter, step: Step, names: Mapping[int, tuple[str, str]], *, target: str, min_bytes: int) -> StepTrace:
     """Return a measured step as a trace. Its backward has one op for each interval between two requests."""
     lineage, num_forward = step.lineage, meter.num_forward_ops
     num_ops = len(meter.live_bytes)
     first_request = num_forward + 1
     use_places = tuple(first_request + request for request in range(len(step.uses)))
-    last_use: dict[int, int] = {}
-    for request, value in enumerate(step.uses):
-        last_use[value] = request
+    last_use = {value: request for request, value in enumerate(step.uses)}
     saved_at: dict[int, int] = {}
     for value, place in zip(step.saves, meter.save_places, strict=True):
         saved_at.setdefault(value, place)
@@ -298,14 +285,13 @@ def observed_trace(meter: Meter, step: Step, names: Mapping[int, tuple[str, str]
                 continue
             freed = released = meter.released[value]
         lifetimes[value] = Lifetime(made_at=made, released_at=max(released, made), freed_at=max(freed, made))
-    works = [_work(name) for name in meter.names]
-    works += [_work(_BACKWARD)] * (num_ops - num_forward)
+    names_of_ops = [*meter.names, *["backward"] * (num_ops - num_forward)]
     return StepTrace(
         model="",
         inputs="",
         target=target,
         min_bytes=min_bytes,
-        ops=tuple(works),
+        ops=tuple(OpWork(name=name, kind=OpKind.POINTWISE, flops=0.0, num_bytes=0, dtype="") for name in names_of_ops),
         num_forward_ops=num_forward,
         step=step,
         op_places=tuple(meter.op_places),
@@ -318,19 +304,6 @@ def observed_trace(meter: Meter, step: Step, names: Mapping[int, tuple[str, str]
         trainable_bytes=0,
         names=dict(names),
     )
-
-
-def measured_s(meter: Meter, step: Step) -> list[float]:
-    seconds = [0.0] * meter.num_forward_ops
-    for place, taken_s in zip(meter.op_places, step.lineage.seconds, strict=True):
-        seconds[place] += taken_s
-    for place, taken_s in meter.opaque_s().items():
-        seconds[place] += taken_s
-    return seconds + list(meter.stretches_s())
-
-
-def _work(name: str) -> OpWork:
-    return OpWork(name=name, kind=OpKind.POINTWISE, flops=0.0, num_bytes=0, dtype="")
 
 
 def is_other_link(link: GpuSpec, found: tuple[float, float], least: float) -> bool:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from memkit.activations.recomputing.recorded_forward import RecordedForward
-from memkit.activations.saved.records import Handle, Record, SavedResidency, Unpacker
+from memkit.activations.saved.records import Record, SavedResidency
 from memkit.core.kept import KeptHandle
 from memkit.core.torch_state import is_saved_by_compiled_code
 from memkit.errors import HostMemoryError
 from memkit.plan import Action
 
 if TYPE_CHECKING:
-    from memkit.activations.budgeting.learning import Planned, PlannedMoments
+    from memkit.activations.budgeting.learning import Planned
     from memkit.activations.budgeting.meter import Meter
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.saved.counts import Counts
@@ -26,25 +26,6 @@ if TYPE_CHECKING:
     from memkit.recording.recording import Recording
 
 _NONE: frozenset[int] = frozenset()
-
-
-class _Lent(NamedTuple):
-    """A storage that a backward was given and that replays are still to read."""
-
-    storage: torch.UntypedStorage
-    marks: list[KeptHandle]
-
-
-class MeteredUnpacker:
-    def __init__(self, unpacker: Unpacker, meter: Meter) -> None:
-        self._unpacker, self._meter = unpacker, meter
-        self.lend, self.change = unpacker.lend, unpacker.change
-
-    def unpack(self, handle: Handle) -> Tensor:
-        self._meter.begin_request()
-        tensor = self._unpacker.unpack(handle)
-        self._meter.end_request()
-        return tensor
 
 
 class PlannedForward(RecordedForward):
@@ -65,16 +46,15 @@ class PlannedForward(RecordedForward):
         note_no_host: Callable[[HostMemoryError], None],
     ) -> None:
         super().__init__(recording, window, score, limit_bytes(None), counts)
-        self.planned: Planned | None = None
-        self.schedule: PlannedMoments | None = None
+        self.planned = planned
         self._limit_bytes, self._note_no_host = limit_bytes, note_no_host
-        self._waiting: list[tuple[weakref.ref[Record], int]] = []
+        self.waiting: list[tuple[weakref.ref[Record], int]] = []
         """Records that leave once the op that saves them is over, each with the op's graph node."""
         self._let_go: list[weakref.ref[torch.UntypedStorage]] = []
-        self._asked: list[weakref.ref[Record]] = []
-        """Records that the user asked to move: the schedule doesn't free them."""
-        self._lent: dict[int, _Lent] = {}
-        """Storages that a backward was given and that replays still read, by value."""
+        self._asked: weakref.ref[Record] | None = None
+        """The last record that the user asked to move: the schedule doesn't free it."""
+        self._lent: dict[int, tuple[torch.UntypedStorage, list[KeptHandle]]] = {}
+        """Storages that a backward was given and that replays still read, by value, with handles that tell of writes."""
         self._kept_sources: dict[int, list[weakref.ref[KeptHandle]]] = {}
         self._stays: frozenset[int] | None = None
         """During a scheduled recompute, the intermediate values that are kept."""
@@ -84,26 +64,14 @@ class PlannedForward(RecordedForward):
         """Counted saves without a note, since they stay."""
         self.requests: Sequence[int] | None = None
         self._request = -1
-        self.follow(planned)
-        if self.schedule is not None:
-            window.fit_arena(self.schedule.moving_bytes)
-
-    def measure(self, meter: Meter) -> None:
-        self.meter, self.unpacker = meter, MeteredUnpacker(self.window, meter)
-
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self._waiting)
+        if planned is not None:
+            window.fit_arena(planned.plan.moved_bytes)
 
     @property
     def extra_bytes(self) -> int:
         """Bytes held for replays beyond the plain step's."""
         pinned = (handle.alias.untyped_storage().nbytes() for handle in self.recording.pinned.values())
         return self.recording.held_bytes + sum(pinned)
-
-    def follow(self, planned: Planned | None) -> None:
-        self.planned = planned
-        self.schedule = None if planned is None else planned.schedule
 
     # Forward
 
@@ -113,7 +81,7 @@ class PlannedForward(RecordedForward):
         if tensor.requires_grad or is_saved_by_compiled_code():
             self._send(record, storage)
         else:  # see [Note: saved before it is written] in `memkit.activations.offloading.window`
-            self._waiting.append((weakref.ref(record), node))
+            self.waiting.append((weakref.ref(record), node))
 
     def keep_source(self, value: int, tensor: Tensor) -> KeptHandle:
         """Return the handle of a value that stays and that replays read. Values recomputed from it hold the handle."""
@@ -133,10 +101,6 @@ class PlannedForward(RecordedForward):
     def other(self, value: int) -> KeptHandle | None:
         return self.kept_source(value) or super().other(value)
 
-    def _kept_storage(self, value: int) -> torch.UntypedStorage | None:
-        handle = self.kept_source(value)
-        return None if handle is None else handle.unpack().untyped_storage()
-
     def end_save(self, node: int) -> None:
         if self.meter is not None:
             self.meter.end_save()
@@ -144,13 +108,13 @@ class PlannedForward(RecordedForward):
 
     def pass_save(self, node: int, save: int) -> None:
         """Act on other values as scheduled at save number `save`, by the graph node `node`; -1 if it does not count."""
-        if self._waiting:
+        if self.waiting:
             self._send_waiting(but_for=node)
-        schedule = self.schedule
-        if schedule is not None and save >= 0:
-            for value in schedule.copies.get(save, ()):
+        planned = self.planned
+        if planned is not None and save >= 0:
+            for value in planned.copies.get(save, ()):
                 self._send_anchor(value)
-            for value in schedule.lets_go.get(save, ()):
+            for value in planned.lets_go.get(save, ()):
                 self._release_record(self._record_that_moves(value))
 
     def change(self, record: Record, tensor: Tensor, storage: torch.UntypedStorage, action: Action) -> None:
@@ -158,11 +122,11 @@ class PlannedForward(RecordedForward):
             super().change(record, tensor, storage, action)
             return
         self.walk.evictable.pop(record.value, None)
-        is_waiting = any(reference() is record for reference, _ in self._waiting)
+        is_waiting = any(reference() is record for reference, _ in self.waiting)
         if record.residency is SavedResidency.DROPPED or (action is Action.KEEP and record.residency is SavedResidency.HOST):
             self.ledger.restore(record, storage)
         if action is Action.KEEP:
-            self._waiting = [waiting for waiting in self._waiting if waiting[0]() is not record]
+            self.waiting = [waiting for waiting in self.waiting if waiting[0]() is not record]
             if record.residency is SavedResidency.LEAVING:
                 self.ledger.stay(record)
         elif record.left is None and not is_waiting:
@@ -175,21 +139,19 @@ class PlannedForward(RecordedForward):
             self._note_no_host(error)
             return
         if self.marks.get(record.value) is Action.OFFLOAD:
-            self._release_asked()  # the previous save
-            self._asked.append(weakref.ref(record))
+            self._release_asked(weakref.ref(record))
 
-    def _release_asked(self) -> None:
-        asked, self._asked = self._asked, []
-        for reference in asked:
-            self._release_record(reference())
+    def _release_asked(self, last: weakref.ref[Record] | None = None) -> None:
+        before, self._asked = self._asked, last
+        self._release_record(None if before is None else before())
 
     def _send_waiting(self, *, but_for: int | None = None) -> None:
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         for reference, node in waiting:
             record = reference()
             storage = None if record is None or record.num_handles == 0 else record.original()
             if node == but_for:
-                self._waiting.append((reference, node))
+                self.waiting.append((reference, node))
             elif record is not None and storage is not None and record.residency is SavedResidency.DEVICE:
                 self._send(record, storage)
 
@@ -213,7 +175,7 @@ class PlannedForward(RecordedForward):
     def make_room(self) -> bool:
         if super().make_room():
             return True
-        if self.schedule is not None:
+        if self.planned is not None:
             return False
         stays = self._just_saved() if self.task == -1 else self.walk.given
         return self.move_out(lambda: self.live_bytes <= self.walk.limit_bytes, stays)
@@ -260,7 +222,7 @@ class PlannedForward(RecordedForward):
         request = len(self.uses) - 1
         if request < num_before:
             return  # no backward asks
-        schedule = self.schedule
+        planned = self.planned
         if self.requests is not None:
             request = self.requests[request] if request < len(self.requests) else self.requests[-1] + 1
         self._request = request
@@ -268,19 +230,19 @@ class PlannedForward(RecordedForward):
             self._send_waiting()
             if self._asked:
                 self._release_asked()
-        if schedule is None:
+        if planned is None:
             self.walk.limit_bytes = self._limit_bytes(self)
             if self.live_bytes > self.walk.limit_bytes:
                 self.make_room()
             return
         if request == 0:
-            for value in schedule.lets_go.get(schedule.num_saves, ()):
+            for value in planned.lets_go.get(len(planned.plan.step.saves), ()):
                 self._release_record(self._record_that_moves(value))
-        for value in schedule.releases.get(request, ()):
+        for value in planned.releases.get(request, ()):
             self._lent.pop(value, None)
             if value not in self._sources.only_held:
                 self._anchors.release(value)
-        for value in schedule.fetches.get(request, ()):
+        for value in planned.fetches.get(request, ()):
             if not self._fetch(value):
                 break
 
@@ -296,24 +258,24 @@ class PlannedForward(RecordedForward):
 
     def note_last_use(self, record: Record) -> None:
         super().note_last_use(record)
-        schedule = self.schedule
-        if schedule is None or schedule.held_until.get(record.value, -1) <= self._request:
+        planned = self.planned
+        if planned is None or planned.held_until.get(record.value, -1) <= self._request:
             return
         if record.value in self.recording.overwritten:
             return  # the saved value is whole, but a later write may have replaced it
         if record.residency in (SavedResidency.COMING, SavedResidency.BACK):
             storage = self.ledger.fetched_copy(record)
             if storage is not None:
-                self._lent[record.value] = _Lent(storage, record.lent)
+                self._lent[record.value] = storage, record.lent
             return
         for handle in record.live_handles():
             if handle.geometry is None and handle.is_unchanged():
-                self._lent[record.value] = _Lent(handle.alias.untyped_storage(), [KeptHandle(handle.alias)])
+                self._lent[record.value] = handle.alias.untyped_storage(), [KeptHandle(handle.alias)]
                 return
 
     def _lent_storage(self, value: int) -> torch.UntypedStorage | None:
         lent = self._lent.get(value) if self._lent else None
-        return lent.storage if lent is not None and all(mark.is_unchanged() for mark in lent.marks) else None
+        return lent[0] if lent is not None and all(mark.is_unchanged() for mark in lent[1]) else None
 
     def is_available(self, value: int) -> bool:
         return self._lent_storage(value) is not None or super().is_available(value)
@@ -322,7 +284,9 @@ class PlannedForward(RecordedForward):
         return super().is_wanted(value) and (self._stays is None or value in self._stays)
 
     def _storage(self, value: int) -> torch.UntypedStorage:
-        storage = None if value in self._replay.made else self._lent_storage(value) or self._kept_storage(value)
+        storage = None if value in self._replay.made else self._lent_storage(value)
+        if storage is None and value not in self._replay.made and (handle := self.kept_source(value)) is not None:
+            storage = handle.unpack().untyped_storage()
         if storage is None:
             return super()._storage(value)
         self.ledger.device.note_read(storage)
@@ -340,8 +304,8 @@ class PlannedForward(RecordedForward):
         super().run(op, in_place)  # after the error is gone, which holds the allocations
 
     def make(self, record: Record) -> None:
-        if self.schedule is not None:
-            self._stays = self.schedule.stays.get(record.value, _NONE) | {record.value}
+        if self.planned is not None:
+            self._stays = self.planned.stays.get(record.value, _NONE) | {record.value}
         try:
             super().make(record)
         finally:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from memkit.activations.budgeting.inside import InsideBudgets
 from memkit.activations.budgeting.learning import Learning, Planned
 from memkit.activations.budgeting.limits import ComingStates
 from memkit.activations.budgeting.meter import Foresight
-from memkit.activations.saved.state import RematState, States, remat_states
+from memkit.activations.saved.settled import Way
+from memkit.activations.saved.state import OffloadState, RematState, States, TagState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from memkit.activations.budgeting.limits import Limits, StepPeak
     from memkit.activations.budgeting.ways import Ways
     from memkit.activations.context import Shapes
+    from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.recomputing.region_plan import RegionPlan
     from memkit.activations.saved.traces import Trace
-    from memkit.device import Event, MemoryCounter
-    from memkit.plan import StepTrace
+    from memkit.device import MemoryCounter
     from memkit.profile import MemoryReport
 
 
-def regions_tag(tag: str) -> str:
-    return f"{tag} (regions of MemoryBudget)"
-
-
-def copies_tag(tag: str) -> str:
-    return f"{tag} (copies of MemoryBudget)"
+_Part = TypeVar("_Part", bound=TagState)
 
 
 class BudgetState(RematState):
@@ -38,9 +36,8 @@ class BudgetState(RematState):
         self.budget_bytes: int | None = None
         self.is_within_capacity = False
         self.coming = ComingStates(None)
-        self.foreseen: StepTrace | None = None
-        """The trace of the attached module, made without data before its first call."""
-        self._foresight: tuple[StepTrace | None, Foresight | None] = (None, None)
+        self.foreseen: Foresight | None = None
+        """The prediction from the attached module, made without data before its first call."""
         self.inside = InsideBudgets()
         self.limits: Limits | None = None
         self.shapes: Shapes | None = None
@@ -48,26 +45,45 @@ class BudgetState(RematState):
         self.ways: Ways | None = None
         self.ways_for: tuple[Trace, Shapes | None] | None = None
         """The steps that `ways` is for, with the shapes of their inputs. Other steps follow plans of their own."""
-        self.regions_tag: str | None = None
-        self.copies_tag: str | None = None
+        self.way = Way.OPS
+        """The way of the last step."""
+        self.of_regions = self._part(RematState)
+        self.of_copies = self._part(OffloadState)
         self.before = 0, 0
         """The numbers of finished backwards and of steps that deviated, when the last forward began."""
-        self.region_times: list[tuple[Event, Event]] = []
         self.judged: tuple[Trace, Planned] | None = None
         self.peak: StepPeak | None = None
+
+    def _part(self, kind: Callable[[str], _Part]) -> _Part:
+        """Return a state for regions, or copies beside them, which warns as this one."""
+        part = kind(self.tag)
+        part.name, part._warned = self.name, self._warned
+        return part
+
+    def let_go_of_others(self, way: Way) -> None:
+        """Keep only the state and the host memory that steps of one way need."""
+        regions, copies = self.of_regions, self.of_copies
+        if way is Way.OPS:
+            self.of_regions = self._part(RematState)
+            regions.retire()
+        else:
+            for window in super().windows():
+                window.fit_arena(0)
+        if way is not Way.REGIONS_AND_COPIES:
+            self.of_copies = self._part(OffloadState)
+            copies.retire()
+
+    def windows(self) -> list[OffloadWindow]:
+        return [*super().windows(), *self.of_regions.windows(), *self.of_copies.windows()]
 
     def foresight(self, report: MemoryReport | None) -> Foresight | None:
         """Predict steps without a plan: from the first step, a report, or a run without data; None without these."""
         latest = self.traces.latest
         shown = None if latest is None else self.learning.shown(latest)
         if shown is not None:
-            self.foreseen, self._foresight = None, (None, None)  # no longer of use
+            self.foreseen = None  # no longer of use
             return shown
-        trace = (None if report is None else report.trace) or self.foreseen
-        if trace is not self._foresight[0]:
-            is_whole = trace is not self.foreseen
-            self._foresight = trace, None if trace is None else Foresight(trace, is_whole=is_whole)
-        return self._foresight[1]
+        return self.foreseen if report is None or report.trace is None else Foresight(report.trace)
 
     def end_forward(self) -> None:
         """Note the bytes that a forward has left on the device. If an idle step left too much to fit, the next step is looked
@@ -82,8 +98,8 @@ class BudgetState(RematState):
 
     @property
     def regions(self) -> RegionPlan | None:
-        regions = None if self.regions_tag is None else remat_states.get(self.regions_tag)
-        return None if regions is None or regions.settled is None else regions.settled.regions
+        settled = None if self.way is Way.OPS else self.of_regions.settled
+        return None if settled is None else settled.regions
 
     @property
     def counter(self) -> MemoryCounter | None:

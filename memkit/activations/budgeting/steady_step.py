@@ -21,19 +21,18 @@ from torch import Tensor, nn
 from memkit.activations.offloading.schedule import Schedule, ready_at
 from memkit.activations.saved.traces import NO_VALUE, Capture, Trace
 from memkit.core import torch_private
-from memkit.plan import NO_OP, Action, CopySchedule, Plan, PlannedValue
+from memkit.plan import NO_OP, Action, CopySchedule
 from memkit.recording.expected import ExpectedOp
 from memkit.recording.recorded import OpClass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+    from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
     from memkit.activations.budgeting.learning import Planned
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.activations.saved.traces import SeenSave
     from memkit.device import Device
     from memkit.plan import Lineage, MemoryPlan
-    from memkit.plan.plans import PlannedValue
     from memkit.recording.functions import FunctionCall, FunctionNotes, QuietFunctions
     from memkit.recording.ops import OpKinds
     from memkit.recording.recorded import OpTraits
@@ -47,33 +46,8 @@ def schedule_of_moves(
     moved = [planned for planned in plan.values if planned.action is Action.OFFLOAD]
     if plan.replays or any(planned.is_anchor or planned.value not in numbers for planned in plan.values):
         return None
-    uses = [numbers[value] for value in plan.step.uses]
-    copies = _copies_of(moved, seen, numbers, places, uses)
-    if copies is None:
-        return None
-    actions = {numbers[planned.value]: planned.action for planned in plan.values}
-    sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
-    saves = tuple(
-        PlannedValue(index=index, num_bytes=sizes_bytes[index], action=actions.get(index, Action.KEEP), reason="as planned")
-        for index in range(len(sizes_bytes))
-    )
-    told = Plan(saves=saves, limit_bytes=float(plan.budget_bytes), predicted_peak_bytes=plan.predicted_peak_bytes)
-    leaving = frozenset(numbers[planned.value] for planned in moved)
-    return Schedule(seen, told.window_bytes, leaving, [copies], device, len(saves), [uses])
-
-
-def _copies_of(
-    moved: Sequence[PlannedValue],
-    seen: Sequence[SeenSave],
-    numbers: Mapping[int, int],
-    places: Sequence[int],
-    uses: Sequence[int],
-) -> CopySchedule | None:
-    """Return when each moved value is copied, freed and fetched; None if no order of copies keeps to the plan."""
-    num_saves = len(seen)
-    first_saves: dict[int, int] = {}
-    for place, save in enumerate(seen):
-        first_saves.setdefault(save.value, place)
+    uses, num_saves = [numbers[value] for value in plan.step.uses], len(seen)
+    first_saves = {save.value: place for place, save in reversed([*enumerate(seen)])}
     ready = first_saves | ready_at(seen)
     leaving = sorted(moved, key=lambda planned: ready[numbers[planned.value]])
     sent = [ready[numbers[planned.value]] for planned in leaving]
@@ -81,9 +55,7 @@ def _copies_of(
     gone = [places[planned.let_go_at] if planned.let_go_at < len(places) else at_request for planned in leaving]
     gone = list(accumulate(reversed(gone), min))[::-1]  # waiting for a later copy also waits for those before it
     gone = [max(gone_at, sent_at) for gone_at, sent_at in zip(gone, sent, strict=True)]
-    first: dict[int, int] = {}
-    for ordinal, value in enumerate(uses):
-        first.setdefault(value, ordinal)
+    first = {value: ordinal for ordinal, value in reversed([*enumerate(uses)])}
     ordinals = sorted(first.values())
     coming = sorted(moved, key=lambda planned: (planned.fetch_at, planned.needed_at))
     if any(numbers[planned.value] not in first or planned.fetch_at > ordinals[-1] for planned in moved):
@@ -93,18 +65,19 @@ def _copies_of(
     if late or fetched != sorted(fetched):
         return None
     visible = {numbers[planned.value] for planned in moved} | {uses[ordinal] for ordinal in fetched}
-    requests = [value for value in first if value in visible]
-    sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
-    return CopySchedule(
+    requests = sorted(visible, key=first.__getitem__)
+    copies = CopySchedule(
         out=tuple((numbers[planned.value],) for planned in leaving),
         num_sent=tuple(_counts(sent, num_saves + 1)),
         num_released=tuple(_counts(gone, num_saves + 1)),
         back=tuple((numbers[planned.value],) for planned in coming),
         requests=tuple(requests),
         num_fetched=tuple(bisect_right(fetched, first[value]) for value in requests),
-        peak_bytes=max(accumulate(_changes(seen, leaving, gone, numbers, sizes_bytes)), default=0),
+        peak_bytes=0,  # nobody asks
         num_released_at_request=len(leaving),
     )
+    num_values = len({save.value for save in seen} - {NO_VALUE})
+    return Schedule(seen, 0, frozenset(numbers[planned.value] for planned in moved), [copies], device, num_values, [uses])
 
 
 def _counts(moments: Sequence[int], num_places: int) -> list[int]:
@@ -113,23 +86,6 @@ def _counts(moments: Sequence[int], num_places: int) -> list[int]:
         if moment < num_places:
             due[moment] += 1
     return list(accumulate(due))
-
-
-def _changes(
-    seen: Sequence[SeenSave],
-    leaving: Sequence[PlannedValue],
-    gone: Sequence[int],
-    numbers: Mapping[int, int],
-    sizes_bytes: Mapping[int, int],
-) -> list[int]:
-    changes, known = [0] * (len(seen) + 2), set[int]()
-    for place, save in enumerate(seen):
-        if save.value != NO_VALUE and save.value not in known:
-            known.add(save.value)
-            changes[place] += save.num_bytes
-    for planned, place in zip(leaving, gone, strict=True):
-        changes[place] -= sizes_bytes[numbers[planned.value]]
-    return changes
 
 
 _Parameter = nn.Parameter
@@ -148,11 +104,6 @@ class SteadySave(NamedTuple):
     is_due: bool
 
 
-class Moves(NamedTuple):
-    schedule: Schedule
-    trace: Trace
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteadyStep:
     planned: Planned
@@ -161,7 +112,7 @@ class SteadyStep:
     requests: tuple[int, ...]
     """For each request of a value with a record, in order, its ordinal among all requests."""
     num_values: int
-    moves: Moves | None
+    moves: tuple[Schedule, Trace] | None
     """Followed without recording ops, if nothing is recomputed."""
     only_moves: bool
     """The step is only known for steps that record no ops: values saved by compiled blocks have no numbers ahead of time."""
@@ -201,25 +152,19 @@ class StepNotes:
         if not self._saves:
             self._num_ahead = len(forward.recording.funcs)
         ordinal = num_before if len(forward.saves) > num_before else -1
-        value = self._value_of(tensor, forward) if ordinal < 0 else forward.saves[-1]
+        value = forward.saves[-1] if ordinal >= 0 else NO_VALUE
+        if ordinal < 0 and (found := forward.recording.find(tensor.untyped_storage())) is not None:  # it may be read
+            root = forward.recording.roots.get(found)
+            value = found if root is None or root.is_inside else NO_VALUE
         self._saves.append((value, ordinal, self._waits))
-        self._waits = forward.is_waiting
-        if ordinal >= 0:
-            number = self._numbers.setdefault(value, len(self._numbers))
-            self._capture.add(tensor, number, len(self._numbers), tensor.nbytes)
-        else:
-            self._capture.add(tensor, NO_VALUE, len(self._numbers), 0)
-
-    def _value_of(self, tensor: Tensor, forward: PlannedForward) -> int:
-        """Return the number of a value that does not count but may be read."""
-        value = forward.recording.find(tensor.untyped_storage())
-        root = None if value is None else forward.recording.roots.get(value)
-        return NO_VALUE if value is None or (root is not None and not root.is_inside) else value
+        self._waits = bool(forward.waiting)
+        number = NO_VALUE if ordinal < 0 else self._numbers.setdefault(value, len(self._numbers))
+        self._capture.add(tensor, number, len(self._numbers), 0 if ordinal < 0 else tensor.nbytes)
 
     def finish(self, trace: Trace, forward: PlannedForward, kinds: OpKinds) -> SteadyStep | None:
         """Return the notes of a finished step; None if they are of no use."""
         planned, ops, recording = self.planned, trace.ops, forward.recording
-        plan, schedule, uses = planned.plan, planned.schedule, planned.plan.step.uses
+        plan, uses = planned.plan, planned.plan.step.uses
         if not self.is_whole or not uses or ops is None:
             return None
         counts, seen, lineage = forward.counts, self._capture.saves, ops.step.lineage
@@ -227,17 +172,17 @@ class StepNotes:
         moves = schedule_of_moves(plan, seen, self._numbers, places, forward.ledger.device)
         recorded = self._recorded_ops(lineage, recording.overwritten)
         has_lent = any(root.lent is not None for root in recording.roots.values())  # lent roots get new numbers again
-        if has_lent or not recording.overwritten.isdisjoint(schedule.retained):
+        if has_lent or not recording.overwritten.isdisjoint(planned.retained):
             recorded = set(range(len(lineage.ins)))
         ops_read = {op for replay in plan.replays for op in replay.ops} | recorded
         last = {value: request for request, value in enumerate(uses)}
-        lent = {value for value, until in schedule.held_until.items() if last.get(value, -1) < until}
-        held = lent | schedule.retained
-        releases = {request for request, values in schedule.releases.items() if not held.isdisjoint(values)}
+        lent = {value for value, until in planned.held_until.items() if last.get(value, -1) < until}
+        held = lent | planned.retained
+        releases = {request for request, values in planned.releases.items() if not held.isdisjoint(values)}
         with_records = {each.value for each in plan.values if each.action is not Action.KEEP} | held
-        with_records |= {uses[request] for request in (0, *schedule.fetches, *releases) if request < len(uses)}
+        with_records |= {uses[request] for request in (0, *planned.fetches, *releases) if request < len(uses)}
         read = {source for op in ops_read for source in lineage.ins[op]} - with_records
-        due = {*schedule.copies, *schedule.lets_go}
+        due = {*planned.copies, *planned.lets_go}
         step = SteadyStep(
             planned=planned,
             saves=tuple(
@@ -251,67 +196,42 @@ class StepNotes:
             ),
             requests=tuple(request for request, value in enumerate(uses) if value in with_records),
             num_values=len(lineage.maker),
-            moves=None if moves is None else Moves(moves, Trace(keys=(), requests=(uses,))),
+            moves=None if moves is None else (moves, Trace(keys=(), requests=(uses,))),
             only_moves=len(self._counts_at) != len(trace.funcs),
             figures={name: getattr(counts, name) for name in ("num_ops", "num_saved", "saved_bytes", "peak_bytes")},
         )
         if step.only_moves:
             return None if moves is None else step
-        expected = tuple(self._expected_ops(trace.funcs, lineage, recording, recorded, ops_read, kinds))
-        ends = [*(calls for _, calls in self._counts_at[1:]), len(lineage.ins)]
-        calls = zip(self._counts_at, ends, expected, strict=True)
-        skipped = {op for (_, op), end, each in calls if each.is_skipped and end > op}
+        ends = [*self._counts_at[1:], (len(lineage.maker), len(lineage.ins))]
+        spans = [
+            (range(first, last), op if end == op + 1 else None)
+            for (first, op), (last, end) in zip(self._counts_at, ends, strict=True)
+        ]
+        read = {value for value, _, _ in self._saves}.union(planned.retained, *(lineage.ins[op] for op in ops_read))
+        must = [place < self._num_ahead or op in recorded for place, (_, op) in enumerate(spans)]
+        expected = tuple(
+            _expected(func, kinds.of(func), recording, lineage, numbers, op, None if is_recorded else read)
+            for func, (numbers, op), is_recorded in zip(trace.funcs, spans, must, strict=True)
+        )
+        made = [(op, each.is_skipped) for (_, op), each in zip(spans, expected, strict=True)]
+        skipped = {op for op, is_skipped in made if is_skipped and op is not None}
         known_s = tuple(seconds for op, seconds in enumerate(lineage.seconds) if op not in skipped)
         if not skipped:
             return replace(step, known_s=known_s)
         if self.functions is None:
             return replace(step, ops=expected, known_s=known_s)
-        needed = schedule.retained | {save.value for save in step.saves if save.has_record or save.is_read}
-        marks = zip(self._counts_at, ends, expected, strict=True)
-        again = [recording.calls[op] if not each.is_skipped and end == op + 1 else None for (_, op), end, each in marks]
+        needed = planned.retained | {save.value for save in step.saves if save.has_record or save.is_read}
+        again = [None if op is None or is_skipped else recording.calls[op] for op, is_skipped in made]
         known = self.functions.known(expected, again, needed, [value for value, _, _ in self._saves])
         return replace(step, ops=expected, known_s=known_s, calls=known)
-
-    def _expected_ops(
-        self,
-        funcs: Sequence[Any],
-        lineage: Lineage,
-        recording: Recording,
-        recorded: Collection[int],
-        ops_read: Collection[int],
-        kinds: OpKinds,
-    ) -> Iterator[ExpectedOp]:
-        needed = {value for value, _, _ in self._saves} | self.planned.schedule.retained
-        needed.update(*(lineage.ins[op] for op in ops_read))
-        ends = [*self._counts_at[1:], (len(lineage.maker), len(lineage.ins))]
-        for place, (func, (first, op), (next_first, next_op)) in enumerate(zip(funcs, self._counts_at, ends, strict=True)):
-            kind, outs = kinds.of(func), lineage.outs[op] if next_op == op + 1 else None
-            may_skip = place >= self._num_ahead and (outs is None or op not in recorded)
-            writer = None
-            if (kind.written or kind.statistics) and may_skip:
-                writer = _skipped_writer(func, kind, recording, op, range(first, next_first), outs, needed)
-            if writer is not None:
-                yield writer
-            elif outs is None:  # it makes nothing that can be recomputed
-                is_view = kind.op_class is OpClass.VIEW
-                yield ExpectedOp(func, is_skipped=is_view, first=first, made=first, makes_none=is_view)
-            elif may_skip and kind.op_class is OpClass.REPLAYED and not (kind.written or kind.statistics):
-                yield ExpectedOp(func, is_skipped=True, first=first, made=outs[0])
-            else:
-                ins = [source[1] for source in recording.calls[op].sources]
-                roots = frozenset(value for value in ins if value in recording.roots)
-                made = max((value + 1 for value in roots if value >= first), default=first)
-                yield ExpectedOp(func, is_skipped=False, first=first, made=made, ins=tuple(ins), roots=roots)
 
     def _recorded_ops(self, lineage: Lineage, overwritten: Collection[int]) -> set[int]:
         """Return the ops that make dropped values from saved values that stay or move, from roots, and from anchors."""
         plan = self.planned.plan
-        saved_at: dict[int, int] = {}
-        for place, (value, _, _) in enumerate(self._saves):
-            saved_at.setdefault(value, place)
+        saved_at = {value: place for place, (value, _, _) in reversed([*enumerate(self._saves)])}
         dropped = {each.value for each in plan.values if each.action is Action.RECOMPUTE}
         asked = set(plan.step.uses) - dropped
-        retained = self.planned.schedule.retained
+        retained = self.planned.retained
         recorded = {lineage.maker[value] for value in retained if lineage.maker[value] != NO_OP}
         found = set[int]()
         for until, first in sorted((saved_at[value], value) for value in dropped if value in saved_at):
@@ -387,33 +307,45 @@ class SteadySaves:
         return self._take(tensor)
 
 
+def _expected(
+    func: Any, kind: OpTraits, recording: Recording, lineage: Lineage, numbers: range, op: int | None, needed: Set[int] | None
+) -> ExpectedOp:
+    """Return what is to be known of an op. `numbers` are the roots that it reads first and the values that it makes; `op` is
+    None if it cannot run again; `needed` values are saved, anchors, or read by ops that are recorded or run again: None if this
+    one is recorded in any case."""
+    first, writes = numbers.start, bool(kind.written or kind.statistics)
+    if writes and needed is not None and (writer := _skipped_writer(func, kind, recording, lineage, numbers, op, needed)):
+        return writer
+    if op is None:
+        is_view = kind.op_class is OpClass.VIEW
+        return ExpectedOp(func, is_skipped=is_view, first=first, made=first, makes_none=is_view)
+    if needed is not None and kind.op_class is OpClass.REPLAYED and not writes:
+        return ExpectedOp(func, is_skipped=True, first=first, made=lineage.outs[op][0])
+    ins = tuple(source[1] for source in recording.calls[op].sources)
+    roots = frozenset(value for value in ins if value in recording.roots)
+    made = max((value + 1 for value in roots if value >= first), default=first)
+    return ExpectedOp(func, is_skipped=False, first=first, made=made, ins=ins, roots=roots)
+
+
 def _skipped_writer(
-    func: Any,
-    kind: OpTraits,
-    recording: Recording,
-    op: int,
-    numbers: range,
-    outs: Sequence[int] | None,
-    needed: Set[int],
+    func: Any, kind: OpTraits, recording: Recording, lineage: Lineage, numbers: range, op: int | None, needed: Set[int]
 ) -> ExpectedOp | None:
-    """Return what is to be known of an op that writes and need not be recorded; None if it must be. `numbers` are the roots
-    that it reads first and the values that it makes, `outs` the latter, None if it cannot run again; `needed` values are saved,
-    anchors, or read by ops that are recorded or run again."""
+    """Return what is to be known of an op that writes and need not be recorded; None if it must be."""
     if kind.is_in_place and torch.Tag.inplace_view in func.tags:  # it may give its tensor another storage or shape
         return None
-    if outs is None:  # it writes to a counter or a buffer that nothing has read
+    if op is None:  # it writes to a counter or a buffer that nothing has read
         is_stranger = kind.is_in_place and not numbers
         skipped = ExpectedOp(func, is_skipped=True, is_writer=True, first=numbers.start, made=numbers.start, strangers=(0,))
         return skipped._replace(makes_none=True) if is_stranger else None
-    read = {source[1] for source in recording.calls[op].sources}
-    notes, hidden = recording.calls[op].notes, range(outs[-1] + 1, numbers.stop)
+    outs, call = lineage.outs[op], recording.calls[op]
+    read, hidden = {source[1] for source in call.sources}, range(outs[-1] + 1, numbers.stop)
     if not read.issuperset(range(numbers.start, outs[0])) or not needed.isdisjoint(hidden):
         return None
     skipped = ExpectedOp(func, is_skipped=True, is_writer=True, first=numbers.start, made=outs[0])
     if kind.statistics:
         is_first = len(hidden) == len(kind.statistics) and recording.hidden.issuperset(hidden)
         return skipped._replace(strangers=kind.statistics, is_norm=True) if is_first else None
-    written = () if notes is None else notes.written
+    written = () if call.notes is None else call.notes.written
     is_over = kind.is_in_place and not hidden and len(outs) == len(written) == 1
     may_go = is_over and written[0] not in needed and written[0] not in recording.roots
     return skipped._replace(over=written[0]) if may_go else None

@@ -8,19 +8,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memkit.activations.saved.settled import Way
-from memkit.plan import fit_copies, fit_regions, peak_with_regions
+from memkit.plan import peak_with_regions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from memkit.activations.recomputing.region_plan import RegionPlan
-    from memkit.device.base import Event, MemoryCounter
-    from memkit.plan import Moving, Problem, RegionNeeds
+    from memkit.device.base import Event
+    from memkit.plan import Moving, Problem
 
 _LOGGER = logging.getLogger(__name__)
 
-_MISSES = 1.02
-"""If no choice of regions keeps to the budget, one that exceeds it by at most this factor is tried."""
 _NUM_COUNTED = 3
 _MOST_STEPS = 36
 """After so many steps without a result, a way with regions is given up."""
@@ -32,8 +30,6 @@ _MOSTLY = 0.9
 _SLACK = 0.03
 _MOST_MORE = 0.05
 """With copies, the limit rises by at most this fraction of the allowed bytes: late, few values are away."""
-_OF_CAPACITY = 0.95
-"""This fraction of the device's memory is usable despite fragmentation."""
 _MOST_LESS = 0.1
 """After the choice, the limit falls by at most this fraction of itself at once."""
 
@@ -71,14 +67,10 @@ class Ways:
         self._simulated: tuple[RegionPlan, float, int] | None = None
         """The last simulated peak, with its regions and the share that moves."""
         self.fastest_s: Mapping[Way, float] = {}
-        self._place = 0
+        self._now = self._tries[0]
         self.is_decided = False
         self.begun: Event | None = None
         self._is_steady = False
-
-    @property
-    def _now(self) -> _Try:
-        return self._tries[self._place]
 
     @property
     def way(self) -> Way:
@@ -134,13 +126,9 @@ class Ways:
             found = self._simulated = regions, ratio, num_bytes
         return found[2]
 
-    def skip_step(self) -> None:
-        """Note that a step goes none of the ways, so that the time until the next entry doesn't count."""
-        self.begun, self._is_steady = None, False
-
     def give_up(self) -> None:
         self._now.pairs.clear()
-        if self.is_decided or self._place == len(self._tries) - 1:
+        if self.is_decided or self._now is self._tries[-1]:
             self._choose()
         else:
             self._go_on()
@@ -190,7 +178,7 @@ class Ways:
             now.limit_bytes = max(now.limit_bytes - min(by_bytes, int(_MOST_LESS * now.limit_bytes)), 1)
 
     def _decide(self) -> None:
-        now, is_last = self._now, self._place == len(self._tries) - 1
+        now, is_last = self._now, self._now is self._tries[-1]
         now.num_steps += now.way is not Way.OPS
         if now.num_steps > _MOST_STEPS:
             self.give_up()
@@ -201,7 +189,7 @@ class Ways:
             self._choose()
 
     def _go_on(self) -> None:
-        before, self._place = self._now, self._place + 1
+        before, self._now = self._now, self._tries[self._tries.index(self._now) + 1]
         if before.way is Way.REGIONS and before.pairs and self._first_limit_bytes is not None:  # its learned figures
             self._now.limit_bytes = max(self._now.limit_bytes + before.limit_bytes - self._first_limit_bytes, 1)
 
@@ -212,29 +200,8 @@ class Ways:
         ]
         if not self.is_decided:
             self.fastest_s = {tried.way: seconds for tried, seconds in zip(self._tries, fastest_s, strict=True)}
-        self._place, self.is_decided = fastest_s.index(min(fastest_s)), True
+        self._now, self.is_decided = self._tries[fastest_s.index(min(fastest_s))], True
         _LOGGER.debug("MemoryBudget: %s, of %s", self.way, self.fastest_s)
         self._now.num_changes = 0
         for tried in self._tries:
             tried.pairs.clear()
-
-
-def ways_within(
-    problem: Problem,
-    choices: Sequence[RegionNeeds],
-    allowed_bytes: int,
-    headroom_bytes: int,
-    bytes_per_s: float | None,
-    counter: MemoryCounter | None,
-) -> Ways | None:
-    """Return the timer of a step's ways; None if no choice of regions keeps to the budget or nearly does. In the latter case,
-    the first steps may exceed the budget a little."""
-    limit_bytes = fit_regions(problem, choices, allowed_bytes)
-    if limit_bytes is None:
-        allowed_bytes += headroom_bytes
-        limit_bytes = fit_regions(problem, choices, int(_MISSES * allowed_bytes))
-    moving = None if bytes_per_s is None else fit_copies(problem, choices, allowed_bytes, bytes_per_s)
-    capacity_bytes = None if counter is None else counter.capacity_bytes()
-    if moving is not None and capacity_bytes is not None and allowed_bytes + moving.num_bytes > _OF_CAPACITY * capacity_bytes:
-        moving = None
-    return None if limit_bytes is None and moving is None else Ways(allowed_bytes, limit_bytes, moving=moving, problem=problem)

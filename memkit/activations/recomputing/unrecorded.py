@@ -18,7 +18,7 @@ from memkit.activations.recomputing.regions import Regions, why_not_region
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, handing_on, is_within, moving_in, unpack
 from memkit.activations.saved.settled import Settled, SizesSeen, Way
-from memkit.activations.saved.state import RematState, remat_states
+from memkit.activations.saved.state import RematState
 from memkit.core import torch_private
 from memkit.core.hooks import HookPair, SavedTensorHooks
 from memkit.core.kept import KeptHandle
@@ -182,9 +182,8 @@ def all_have_hooks() -> bool:
     return any(everywhere[f"_global{name}"] for name in torch_private.MODULE_HOOKS)
 
 
-def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None) -> IdleStage | None:
+def open_steady(state: RematState | None, options: RematOptions, outer: SavedTensorHooks | None) -> IdleStage | None:
     """Return the stage of a context that is about to be entered and need not record; None if it must record."""
-    state = remat_states.get(tag)
     if state is not None and state.trial is not None and state.costs.device is not None:
         state.trial.begin_step(state.costs.device)
     settled = None if state is None else state.settled
@@ -212,7 +211,7 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
         return None
     with state.lock:
         state.num_iterations += 1
-        state.num_inner += is_within(tag)
+        state.num_inner += is_within(state.tag)
         state.is_recorded = False
         if stage is not None and planned is not None:
             state.counts, state.plan = stage.counts, planned.plan

@@ -51,8 +51,6 @@ class TagState(ABC):
         self.looks_for_large = True
         self.unasked = Unasked(f'{self.name} (tag "{tag}")')
         self._windows: dict[Device, OffloadWindow] = {}
-        self.warns_for: TagState | None = None
-        """Another state that warns in place of this one, which is unknown to the user."""
         self._warned = set[str]()
 
     def windows(self) -> list[OffloadWindow]:
@@ -98,11 +96,15 @@ class TagState(ABC):
         }
 
     def warn_once(self, what: str, message: str) -> None:
-        if self.warns_for is not None:
-            self.warns_for.warn_once(what, message)
-        elif what not in self._warned:
+        if what not in self._warned:
             self._warned.add(what)
             warn_user(f'{self.name} (tag "{self.tag}"): {message}')
+
+    def retire(self) -> None:
+        for window in self.windows():
+            _retired.add(window)
+            window.retire()
+        _settle_retired()
 
 
 class OffloadState(TagState):
@@ -272,10 +274,8 @@ class States(dict[str, _State]):
     def forget(self, tag: str) -> None:
         with self._lock:
             state = self.pop(tag, None)
-        for window in () if state is None else state.windows():
-            _retired.add(window)
-            window.retire()
-        _settle_retired()
+        if state is not None:
+            state.retire()
 
 
 offload_states = States(OffloadState)

@@ -1,35 +1,20 @@
-"""Devices to keep budgets of: the reference device in its moods, and CUDA."""
+"""Counters that count nothing, moments, and figures that have one way be the fastest."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import pytest
-import torch
 
-from memkit.activations.budgeting import learning, ways
+from memkit.activations.budgeting import learning
 from memkit.activations.budgeting.ways import Ways
 from memkit.activations.saved.settled import Way
-from memkit.device import CudaDevice, Device, Event, MemoryCounter
+from memkit.device import CudaDevice, Event, MemoryCounter
 from memkit.plan import Moving, Problem, RegionNeeds, fit_regions
 from memkit.transfer import Link
-from tests.activations.conftest import open_test_device
-from tests.gpus import ON_GPU
-
-
-@pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU])
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    device = open_test_device(request.param)
-    yield device
-    device.synchronize()  # raises the finalizers' findings
-
-
-@pytest.fixture
-def torch_device(device: Device) -> torch.device:
-    return device.torch_device
 
 
 class Blind(MemoryCounter):
@@ -89,11 +74,9 @@ def fastest(monkeypatch: pytest.MonkeyPatch) -> Callable[[Way], None]:
 
 
 @pytest.fixture
-def moving(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Let so many bytes hide behind the computation."""
-    num_bytes = 4096
-    monkeypatch.setattr(ways, "fit_copies", fit_copies_of(num_bytes))
-    return num_bytes
+def moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let some bytes hide behind the computation."""
+    monkeypatch.setattr(learning, "fit_copies", fit_copies_of(4096))
 
 
 @pytest.fixture

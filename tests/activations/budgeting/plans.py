@@ -23,12 +23,7 @@ Make = Callable[[], AbstractContextManager[object]]
 
 def planner_of(tag: str) -> JointPlanner:
     """Return the planner of the last step under a tag."""
-    trace = budget_states[tag].traces.latest
-    assert trace is not None
-    assert trace.learned is not None
-    planner = trace.learned.planner
-    assert isinstance(planner, JointPlanner)
-    return planner
+    return budget_states[tag].traces.latest.learned.planner
 
 
 def random_plan(planner: JointPlanner, seed: int) -> MemoryPlan:

@@ -90,8 +90,7 @@ class CalledItsOwnWay(Block):
     """Has a `__call__` of its own, as the layers of transformers' models have."""
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        found: Tensor = super().__call__(*args, **kwargs)
-        return found
+        return super().__call__(*args, **kwargs)
 
 
 class Counts(Block):
@@ -172,11 +171,12 @@ def _model(how: str) -> nn.Sequential:
     return model
 
 
-def _step(model: nn.Module, context: AbstractContextManager[object]) -> list[Tensor]:
+def _step(model: nn.Module, context: AbstractContextManager[object], x: Tensor | None = None) -> list[Tensor]:
     model.zero_grad()
+    torch.manual_seed(1)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with context:
-        loss = model(_inputs()).square().sum()
+        loss = model(_inputs() if x is None else x).square().sum()
     loss.backward()
     found = [loss.detach(), *[parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]]
     with torch.no_grad():
@@ -203,15 +203,7 @@ def _budget(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_compiled_code_is_left", "second")
-@pytest.mark.parametrize(
-    "how",
-    [
-        "call",
-        pytest.param("own call", marks=pytest.mark.slow),
-        pytest.param("forward", marks=pytest.mark.slow),
-        pytest.param("module", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("how", ["call", "own call", "forward", "module"])
 def test_steps_are_those_of_the_same_blocks_with_the_value_that_was_chosen(how: str) -> None:
     model = _model(how)
     with config.patch(activation_memory_budget=0.5):
@@ -256,28 +248,20 @@ def test_larger_step_where_nothing_is_recorded_compiles_as_was_chosen_and_keeps_
     for block in model:
         block.compile(backend=backend, dynamic=False)
     optimizer = torch.optim.SGD(model.parameters()) if budget == "1GiB" else None  # it has no states to come
+    recorded = []
     for _ in range(8):
         _step(model, _budget(device, budget, optimizer))
-    assert not memkit.stats("inside").is_recorded
+        recorded.append(memkit.stats("inside").is_recorded)
+    assert recorded == [True] * 3 + [False] * 5
     assert (memkit.stats("inside").num_copies_out > 0) == (budget == "24KiB")
     monkeypatch.setattr(device, "memory_counter", Full)
     larger = torch.randn(24, 32).requires_grad_()
-    with _budget(device, budget, optimizer):
-        loss = model(larger).square().sum()
-    loss.backward()
-    found = [larger.grad, *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+    found = _step(model, _budget(device, budget, optimizer), larger)
 
     assert compiled_with == [0.5, 0.5]
     assert config.activation_memory_budget == 1.0
     assert budget == "1GiB" or memkit.stats("inside").num_copies_out > 4
-    assert_same_bits(found[:1], [_gradient(model, larger)])
-
-
-def _gradient(model: nn.Module, x: Tensor) -> Tensor:
-    same = x.detach().requires_grad_()
-    model(same).square().sum().backward()
-    assert same.grad is not None
-    return same.grad
+    assert_same_bits(found, _step(model, nullcontext(), larger))
 
 
 @pytest.mark.usefixtures("no_compiled_code_is_left", "second")
@@ -304,30 +288,7 @@ def test_nothing_is_chosen(what: str, caplog: pytest.LogCaptureFixture, monkeypa
 # Bits are those of the same blocks run plain, whatever the plan
 
 
-def _blocks_step(model: nn.Module, context: AbstractContextManager[object]) -> list[Tensor]:
-    model.zero_grad()
-    torch.manual_seed(1)
-    with context:
-        loss = model(torch.linspace(-1, 1, 128).view(8, 16)).square().sum()
-    loss.backward()
-    return [loss.detach(), *[parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]]
-
-
-@pytest.mark.usefixtures("no_compiled_code_is_left")
-@pytest.mark.slow
-def test_nothing_is_recorded_where_what_compiled_blocks_save_only_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Learning, "note_link", lambda *_: None)  # how fast copies are here differs from step to step
-    device, model = ReferenceDevice(), Blocks(is_compiled=True)
-    plain, recorded = _blocks_step(model, nullcontext()), []
-    for _ in range(8):
-        assert_same_bits(_blocks_step(model, memkit.MemoryBudget(0.9, "moves", min_bytes=0, device=device)), plain)
-        stats = memkit.stats("moves")
-        recorded.append(stats.is_recorded)
-
-    assert stats.num_copies_out
-    assert recorded == [True] * 3 + [False] * 5
-    device.synchronize()
-    assert stats.live_records == 0
+_blocks_step = partial(_step, x=torch.linspace(-1, 1, 128).view(8, 16))
 
 
 @pytest.mark.usefixtures("no_compiled_code_is_left")

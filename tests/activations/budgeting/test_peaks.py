@@ -14,10 +14,8 @@ import memkit
 from memkit.activations.budgeting.limits import StepPeak
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.saved.settled import Way
-from memkit.device import open_device
 from tests.activations.budgeting.allocator import Allocator, CountingDevice
 from tests.activations.budgeting.conftest import make_up_times
-from tests.activations.chains import leaf_on, step
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.activations.remat.conftest import dear_ops as dear_ops
 
@@ -68,7 +66,7 @@ class Llama(nn.Module):
 class Seen(NamedTuple):
     """One step's figures."""
 
-    way: Way | None
+    way: Way
     is_decided: bool
     peak_bytes: int
     stats: memkit.SavedTensorStats
@@ -81,12 +79,14 @@ def _steps(
     has_loss_inside: bool = True,
     budget: float | str = 0.6,
     between: Callable[[Allocator], None] = lambda _: None,
+    within: Callable[[Allocator], None] = lambda _: None,
 ) -> Iterator[Seen]:
-    """Yield the figures of steps under a budget, with another's work between any two."""
+    """Yield the figures of steps under a budget, with another's work between any two, and within each backward."""
     device, model = CountingDevice(), Llama(num_words=num_words)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     ids = torch.randint(0, num_words, (4, 64))
     with device.counting(model) as allocator:
+        model.blocks[0].register_full_backward_hook(lambda *_: within(allocator))
         for _ in range(num_steps):
             allocator.begin()
             with memkit.MemoryBudget(budget, "peaks", optimizer=optimizer, min_bytes=1, device=device):
@@ -97,9 +97,8 @@ def _steps(
             del logits
             loss.backward()
             state = budget_states["peaks"]
-            way = None if state.regions_tag is None or state.ways is None else state.ways.way
             is_decided = state.ways is not None and state.ways.is_decided
-            yield Seen(way, is_decided, allocator.step_peak_bytes, memkit.stats("peaks"))
+            yield Seen(state.way, is_decided, allocator.step_peak_bytes, memkit.stats("peaks"))
             optimizer.step()
             optimizer.zero_grad()
             between(allocator)
@@ -120,7 +119,6 @@ def test_predicted_peak_is_that_of_the_regions_that_are_followed(
     for seen in _steps(40, num_words=num_words, has_loss_inside=has_loss_inside, budget=budget):
         if seen.way is Way.REGIONS or (seen.way is Way.REGIONS_AND_COPIES and seen.is_decided):
             num_seen += 1
-            assert seen.stats.predicted_peak_bytes is not None
             assert abs(seen.stats.predicted_peak_bytes - seen.peak_bytes) <= 0.03 * seen.peak_bytes
             assert seen.stats.step_peak_bytes == seen.peak_bytes
 
@@ -159,22 +157,9 @@ def test_peak_is_the_users_once_steps_teach_nothing_more(way: Way, fastest: Call
 def test_reading_below_what_is_alive_is_none(fastest: Callable[[Way], None]) -> None:
     """Somebody resets the peak within each backward: regions are given up, since their memory is not known."""
     fastest(Way.REGIONS)
-    device, model = CountingDevice(), Llama(num_words=200)
-    optimizer, ids = torch.optim.SGD(model.parameters()), torch.randint(0, 200, (4, 64))
-    peaks = []
-    with device.counting(model) as allocator:
-        model.blocks[0].register_full_backward_hook(lambda *_: allocator.reset_peak())
-        for _ in range(90):
-            allocator.begin()
-            with memkit.MemoryBudget(0.6, "within", optimizer=optimizer, min_bytes=1, device=device):
-                loss = functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-            loss.backward()
-            peaks.append(allocator.step_peak_bytes)
-            optimizer.zero_grad()
-    stats = memkit.stats("within")
+    found = [(seen.peak_bytes, seen.stats.budget_bytes) for seen in _steps(90, within=Allocator.reset_peak)]
 
-    assert stats.budget_bytes is not None
-    assert max(peaks[-10:]) <= stats.budget_bytes
+    assert all(peak_bytes <= budget_bytes for peak_bytes, budget_bytes in found[-10:])
 
 
 @of_made_up_times
@@ -249,7 +234,7 @@ def _gpu_peaks(*, resets: bool, num_steps: int = 90) -> tuple[list[int], list[me
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
         found.append(memkit.stats("gpu"))
-        regions.append(budget_states["gpu"].regions_tag is not None)
+        regions.append(budget_states["gpu"].way is not Way.OPS)
         optimizer.step()
         optimizer.zero_grad()
         if resets:
@@ -265,21 +250,9 @@ def test_gpu_keeps_to_the_budget_as_predicted_whoever_resets_the_peak(resets: bo
     peaks, found, regions = _gpu_peaks(resets=resets)
     budget_bytes = found[-1].budget_bytes
 
-    assert budget_bytes is not None
     assert max(peaks[-NUM_SETTLED:]) <= budget_bytes
     assert any(regions[-NUM_SETTLED:]) or not must_be_regions
     settled = zip(peaks[-NUM_SETTLED:], found[-NUM_SETTLED:], regions[-NUM_SETTLED:], strict=True)
     for peak_bytes, stats, has_regions in settled:
-        assert stats.predicted_peak_bytes is not None
         if has_regions:
             assert abs(stats.predicted_peak_bytes - peak_bytes) <= 0.03 * peak_bytes
-
-
-@pytest.mark.gpu
-def test_gpu_that_shares_the_hosts_memory_warns() -> None:
-    device = open_device("cuda")
-    assert device.has_own_memory
-    device.has_own_memory = False
-    x = leaf_on(device.torch_device)
-    with pytest.warns(UserWarning, match=r"\"cuda:0\" \(.*\) has no memory apart from the host's"):
-        step(x, [1] * 4, lambda: memkit.MemoryBudget("1GiB", "shared", device=device))

@@ -18,14 +18,7 @@ from memkit.activations.recomputing.unrecorded import RegionStage
 from memkit.activations.saved.settled import Way
 from memkit.core.hooks import innermost_pack
 from memkit.device import Device, ReferenceDevice
-from tests.activations.budgeting.test_semantics import (
-    STEPS,
-    Make,
-    Net,
-    outcome,
-    plain_step,
-    retained,
-)
+from tests.activations.budgeting.test_semantics import STEPS, Make, Net, Step, outcome, plain_step
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.activations.remat.conftest import dear_ops as dear_ops
@@ -34,9 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings(NO_PLAN_FITS),
     pytest.mark.usefixtures("any_times", "dear_ops", "moving"),
 ]
-
-
-_OFTEN = (retained,)
 
 
 class Block(nn.Module):
@@ -65,62 +55,59 @@ class BlockNet(Net):
         return self.norm(x).exp().tanh()
 
 
-def _learned(net: BlockNet, device: Device) -> Make:
-    """Run plain steps until the fastest way is known; return their budget."""
+def _budgeted(device: Device) -> tuple[BlockNet, Make]:
+    torch.manual_seed(0)
+    net = BlockNet().to(device.torch_device)
     optimizer = torch.optim.SGD(net.parameters())  # for whose states nothing is left free
-    make = functools.partial(memkit.MemoryBudget, 0.6, "both", optimizer=optimizer, min_bytes=0, device=device)
+    return net, functools.partial(memkit.MemoryBudget, 0.6, "both", optimizer=optimizer, min_bytes=0, device=device)
+
+
+def _decided() -> bool:
+    ways = budget_states["both"].ways
+    return ways is not None and ways.is_decided
+
+
+def _learned(device: Device) -> tuple[BlockNet, Make]:
+    """Run plain steps until the fastest way is known."""
+    net, make = _budgeted(device)
     plain = outcome(net, plain_step, device, nullcontext)
-    for _ in range(40):
+    while not budget_states or not _decided():
         assert_same_bits(outcome(net, plain_step, device, make), plain)
-        ways = budget_states["both"].ways
-        if ways is not None and ways.is_decided:
-            break
-    assert ways is not None
-    assert ways.way is Way.REGIONS_AND_COPIES
+        assert memkit.stats("both").num_iterations <= 40
+    assert budget_states["both"].way is Way.REGIONS_AND_COPIES
     stats = memkit.stats("both")
     assert stats.num_copies_out
     assert stats.num_replays
-    return make
+    return net, make
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", [pytest.param(0.02, marks=pytest.mark.slow), 1.0])
+@pytest.mark.parametrize("room", [0.02, 1.0])
 def test_copies_beside_calls_are_tried_only_where_it_would_fit_if_none_left_in_time(
     room: float, fastest: Callable[[Way], None]
 ) -> None:
     """Until copies follow a schedule, steps may take as much more as should leave."""
     device = ReferenceDevice()
     fastest(Way.REGIONS_AND_COPIES)
-    torch.manual_seed(0)
-    net = BlockNet()
-    optimizer = torch.optim.SGD(net.parameters())
-    make = functools.partial(memkit.MemoryBudget, 0.6, "room", optimizer=optimizer, min_bytes=0, device=device)
-    for _ in range(60):
+    net, make = _budgeted(device)
+    while not budget_states or not _decided():
         outcome(net, plain_step, device, make)
-        budget_bytes = memkit.stats("room").budget_bytes
-        device.capacity_bytes = None if budget_bytes is None else int((1 + room) * budget_bytes)
-        ways = budget_states["room"].ways
-        if ways is not None and ways.is_decided:
-            break
+        stats = memkit.stats("both")
+        device.capacity_bytes = None if stats.budget_bytes is None else int((1 + room) * stats.budget_bytes)
+        assert stats.num_iterations <= 60
 
-    assert ways is not None
-    assert ways.is_decided
-    assert (Way.REGIONS_AND_COPIES in ways.fastest_s) == (room == 1.0)
+    assert (Way.REGIONS_AND_COPIES in budget_states["both"].ways.fastest_s) == (room == 1.0)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "train",
-    [pytest.param(step, marks=() if step in _OFTEN else pytest.mark.slow) for step in STEPS],
+    [pytest.param(step, marks=() if step.__name__ == "retained" else pytest.mark.slow) for step in STEPS],
     ids=lambda train: train.__name__,
 )
-def test_other_steps_are_exact_and_leave_nothing(
-    train: Callable[[Net, Device, Make], None], device: Device, fastest: Callable[[Way], None]
-) -> None:
+def test_other_steps_are_exact_and_leave_nothing(train: Step, device: Device, fastest: Callable[[Way], None]) -> None:
     fastest(Way.REGIONS_AND_COPIES)
-    torch.manual_seed(0)
-    net = BlockNet().to(device.torch_device)
-    make = _learned(net, device)
+    net, make = _learned(device)
 
     for step in (train, train, plain_step, train, plain_step):
         assert_same_bits(outcome(net, step, device, make), outcome(net, step, device, nullcontext))
@@ -134,9 +121,7 @@ def test_copies_end_with_the_context_whatever_fails_at_its_end(
     device: Device, fastest: Callable[[Way], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fastest(Way.REGIONS_AND_COPIES)
-    torch.manual_seed(0)
-    net = BlockNet().to(device.torch_device)
-    make = _learned(net, device)
+    net, make = _learned(device)
 
     def fail(*_: object, **__: object) -> None:
         raise ArithmeticError("injected")
@@ -155,10 +140,7 @@ def test_copies_end_with_the_context_whatever_fails_at_its_end(
 def test_steps_that_are_none_do_not_count(kind: str, device: Device, fastest: Callable[[Way], None]) -> None:
     """They take less time than any."""
     fastest(Way.OPS)
-    torch.manual_seed(0)
-    net = BlockNet().to(device.torch_device)
-    optimizer = torch.optim.SGD(net.parameters())
-    make = functools.partial(memkit.MemoryBudget, 0.6, "both", optimizer=optimizer, min_bytes=0, device=device)
+    net, make = _budgeted(device)
 
     def raise_(*_: object) -> None:
         raise ArithmeticError("injected")

@@ -14,14 +14,17 @@ from torch.nn import functional
 import memkit
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device
-from tests.activations.budgeting.plans import plan_of_one, planner_of, random_plan
+from tests.activations.budgeting.plans import planner_of, random_plan, steady
 from tests.activations.cases import assert_same_bits, gradients
 from tests.activations.remat.cases import COMPUTATIONS, NAMES
 from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.contracts.conftest import Case
+from tests.contracts.test_context_orders import ORDERS
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
 Make = Callable[[], AbstractContextManager[object]]
+Step = Callable[["Net", Device, Make], None]
 
 
 class Net(nn.Module):
@@ -49,48 +52,10 @@ def _x(device: Device, rows: int = 8, seed: int = 1) -> Tensor:
     return torch.randn(rows, 16, generator=torch.Generator().manual_seed(seed)).to(device.torch_device)
 
 
-def plain_step(net: Net, device: Device, make: Make) -> None:
+def plain_step(net: Net, device: Device, make: Make, rows: int = 8) -> None:
     with make():
-        loss = net(_x(device)).square().sum()
+        loss = net(_x(device, rows)).square().sum()
     loss.backward()
-
-
-def backward_inside(net: Net, device: Device, make: Make) -> None:
-    with make():
-        net(_x(device)).square().sum().backward()
-
-
-def retained(net: Net, device: Device, make: Make) -> None:
-    with make():
-        loss = net(_x(device)).square().sum()
-    loss.backward(retain_graph=True)
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def double_backward(net: Net, device: Device, make: Make) -> None:
-    x = _x(device).requires_grad_()
-    with make():
-        loss = net(x).square().sum()
-        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-        loss = loss + grad.square().sum()
-    loss.backward()
-
-
-def double_backward_outside(net: Net, device: Device, make: Make) -> None:
-    x = _x(device).requires_grad_()
-    with make():
-        loss = net(x).square().sum()
-    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
-    (loss + grad.square().sum()).backward()
-
-
-def in_parts(net: Net, device: Device, make: Make) -> None:
-    with make():
-        y = net.layers[0](_x(device)).sin()
-        first, second = net(y).square().sum(), net.layers[1](y).exp().sum()
-    second.backward(retain_graph=True)
-    first.backward()
 
 
 def of_a_part_alone(net: Net, device: Device, make: Make) -> None:
@@ -99,47 +64,6 @@ def of_a_part_alone(net: Net, device: Device, make: Make) -> None:
         part, rest = y[:, :4].sin().sum(), y[:, 4:].exp().cos().sum()
     part.backward()
     del rest
-
-
-def dropped_graph(net: Net, device: Device, make: Make) -> None:
-    with make():
-        net(_x(device))
-    plain_step(net, device, make)
-
-
-def several_forwards_in_one(net: Net, device: Device, make: Make) -> None:
-    """As a discriminator, which sees real and generated samples."""
-    with make():
-        real = net(_x(device, seed=2)).sum()
-        fake = net(_x(device, seed=3).neg()).square().sum()
-    (real + fake).backward()
-
-
-def several_forwards_before_a_backward(net: Net, device: Device, make: Make) -> None:
-    losses = []
-    for seed in (1, 2, 3):
-        with make():
-            losses.append(net(_x(device, seed=seed)).square().sum())
-    sum(losses).backward()
-
-
-def interleaved(net: Net, device: Device, make: Make) -> None:
-    with make():
-        first = net(_x(device, seed=1)).square().sum()
-    with make():
-        second = net(_x(device, seed=2)).square().sum()
-    first.backward()
-    with make():
-        third = net(_x(device, seed=3)).square().sum()
-    second.backward()
-    third.backward()
-
-
-def accumulated(net: Net, device: Device, make: Make) -> None:
-    for seed in (1, 2):
-        with make():
-            loss = net(_x(device, seed=seed)).square().sum()
-        loss.backward()
 
 
 def without_grad_between(net: Net, device: Device, make: Make) -> None:
@@ -164,25 +88,34 @@ def words_inside(net: Net, device: Device, make: Make) -> None:
     loss.backward()
 
 
+class NetCase(Case):
+    """A net in place of each computation."""
+
+    def __init__(self, net: Net, device: Device, context: Make) -> None:
+        self.net, self.device, self.context = net, device, context
+        self.x = _x(device).requires_grad_()
+        self.leaves = [self.x, *net.parameters()]
+
+    def compute(self, name: str, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def _in_order(name: str) -> Step:
+    def train(net: Net, device: Device, make: Make) -> None:
+        ORDERS[name](NetCase(net, device, make))
+
+    train.__name__ = name
+    return train
+
+
+_LIKE_OTHERS = ("in_a_thread", "under_other_modes", "several (0, 1, 2)", "several (2, 1, 0)")
 STEPS = (
-    plain_step,
-    backward_inside,
-    retained,
-    double_backward,
-    double_backward_outside,
-    in_parts,
-    of_a_part_alone,
-    dropped_graph,
-    several_forwards_in_one,
-    several_forwards_before_a_backward,
-    interleaved,
-    accumulated,
-    without_grad_between,
-    words_inside,
+    *(plain_step, of_a_part_alone, without_grad_between, words_inside),
+    *(_in_order(name) for name in ORDERS if name not in _LIKE_OTHERS),
 )
 
 
-def outcome(net: Net, train: Callable[[Net, Device, Make], None], device: Device, make: Make) -> list[Tensor]:
+def outcome(net: Net, train: Step, device: Device, make: Make) -> list[Tensor]:
     """Return the bits of a step."""
     net.zero_grad()
     net.norm.reset_running_stats()
@@ -202,9 +135,7 @@ def outcome(net: Net, train: Callable[[Net, Device, Make], None], device: Device
     [pytest.param(train, marks=pytest.mark.slow) if number % 2 else train for number, train in enumerate(STEPS)],
     ids=lambda train: train.__name__,
 )
-def test_plan_of_the_plain_step_leaves_other_steps_exact(
-    train: Callable[[Net, Device, Make], None], seed: int, is_steady: bool, device: Device
-) -> None:
+def test_plan_of_the_plain_step_leaves_other_steps_exact(train: Step, seed: int, is_steady: bool, device: Device) -> None:
     """A step departs from the plan: the plan's actions up to then do no harm."""
     net = _net(device)
     plain = outcome(net, train, device, nullcontext)
@@ -262,7 +193,7 @@ def test_another_length_is_exact_and_later_planned_as_well(device: Device) -> No
     rows = [8, 8, 8, 8, 12, 12, 8, 12, 12, 12, 12, 8, 8, 8]
     follows = []
     for number in rows:
-        found = [outcome(net, functools.partial(_of_length, number), device, used) for used in (make, nullcontext)]
+        found = [outcome(net, functools.partial(plain_step, rows=number), device, used) for used in (make, nullcontext)]
         follows.append(memkit.stats("lengths").follows_plan)
         assert_same_bits(*found)
 
@@ -272,21 +203,7 @@ def test_another_length_is_exact_and_later_planned_as_well(device: Device) -> No
     assert follows[13]
 
 
-def _of_length(rows: int, net: Net, device: Device, make: Make) -> None:
-    with make():
-        loss = net(_x(device, rows)).square().sum()
-    loss.backward()
-
-
 # Writes to what was saved
-
-
-def _plan_of(kind: str, device: Device, written: Callable[[Make], object]) -> Make:
-    make = functools.partial(memkit.MemoryBudget, 1.0, "written", min_bytes=0, device=device)
-    for _ in range(3):
-        written(make)
-    plan = plan_of_one(planner_of("written"), memkit.plan.Action(kind))
-    return functools.partial(make, plan=plan)
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
@@ -294,7 +211,8 @@ def _plan_of(kind: str, device: Device, written: Callable[[Make], object]) -> Ma
 def test_write_to_what_was_saved_is_noticed_wherever_it_is_by_then(kind: str, is_inside: bool, device: Device) -> None:
     x = _x(device).requires_grad_()
 
-    def run(make: Make, *, writes: bool = False) -> None:
+    def run(make: Make, *, writes: bool = False) -> list[Tensor]:
+        x.grad = None
         with make():
             y = (x * 2).exp()
             z = y.sin()
@@ -305,14 +223,10 @@ def test_write_to_what_was_saved_is_noticed_wherever_it_is_by_then(kind: str, is
             y.detach().mul_(2)
         del z
         w.sum().backward()
+        return [x.grad]
 
-    follow = _plan_of(kind, device, run)
-    run(follow)
+    follow = steady(run, "written", device, memkit.plan.Action(kind), num_steps=1)
     assert memkit.stats("written").follows_plan
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         run(follow, writes=True)
-    x.grad = None
-    run(follow)
-    wanted, x.grad = x.grad, None
-    run(nullcontext)
-    assert_same_bits([x.grad], [wanted])
+    assert_same_bits(run(follow), run(nullcontext))

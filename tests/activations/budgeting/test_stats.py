@@ -60,6 +60,9 @@ def test_plan_from_json_is_followed_under_a_new_tag(action: Action) -> None:
     x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
     for _ in range(3):
         step(x, UNITS, lambda: _budget("first", device))
+    plan = _budget("first", device).plan
+    assert MemoryPlan.from_json(plan.to_json()) == plan
+    assert plan.kept_bytes + plan.offload_bytes + plan.recompute_bytes == ALL_BYTES
     plan = MemoryPlan.from_json(plan_of_one(planner_of("first"), action).to_json())
     followed = []
     for _ in range(4):
@@ -75,23 +78,6 @@ def test_plan_from_json_is_followed_under_a_new_tag(action: Action) -> None:
     assert stats.num_copies_out == sum(value.action is Action.OFFLOAD for value in plan.values)
     assert stats.num_replayed_ops == sum(len(replay.ops) for replay in plan.replays)
     assert plan.offload_bytes == plan.moved_bytes
-
-
-def test_plan_of_the_context_goes_to_json_and_back() -> None:
-    device = ReferenceDevice()
-    x = leaf_on(device.torch_device)
-    context = _budget("json", device)
-    assert context.plan is None
-    for _ in range(3):
-        step(x, UNITS, lambda: context)
-    plan = context.plan
-
-    assert plan is not None
-    assert MemoryPlan.from_json(plan.to_json()) == plan
-    assert plan.predicted_peak_bytes <= plan.budget_bytes
-    assert plan.explain().splitlines()[-1] == "GPU: reference"
-    assert len(plan.values) == len(UNITS) + sum(value.is_anchor for value in plan.values)
-    assert plan.kept_bytes + plan.offload_bytes + plan.recompute_bytes == ALL_BYTES
 
 
 @pytest.mark.parametrize(
@@ -114,7 +100,6 @@ def test_attached_context_has_the_plan_and_the_figures() -> None:
     for _ in range(3):
         model(torch.linspace(-1, 1, 128).view(8, 16)).square().sum().backward()
 
-    assert handle.plan is not None
     assert handle.stats() == memkit.stats("attached")
     assert handle.plan.is_plain
     handle.remove()
@@ -123,13 +108,15 @@ def test_attached_context_has_the_plan_and_the_figures() -> None:
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_another_budget_under_the_tag_is_another_plan() -> None:
     device = ReferenceDevice()
-    x = leaf_on(device.torch_device)
+    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
     peaks = {}
     for budget in (1.0, 0.6, 0.4, 1.0, 0.6):
-        for _ in range(3):
-            step(x, UNITS, lambda: _budget("several", device, budget))  # noqa: B023
+        for _ in range(5):
+            assert_same_bits(step(x, UNITS, lambda: _budget("several", device, budget)), plain)  # noqa: B023
         stats = memkit.stats("several")
         assert stats.follows_plan
+        assert (stats.num_copies_out + stats.num_dropped > 0) == (budget < 1)  # else idle in the end
+        assert not stats.is_recorded or stats.num_dropped
         assert peaks.setdefault(budget, stats.predicted_peak_bytes) == stats.predicted_peak_bytes
     assert memkit.stats("several").num_plans == 3
     assert peaks[1.0] > peaks[0.6] > peaks[0.4]

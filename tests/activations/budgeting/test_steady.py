@@ -53,7 +53,6 @@ def _train(blocks: nn.ModuleList, make: Make, change: Change = lambda _, x: x) -
         loss = y.square().sum()
     loss.backward()
     grads = [parameter.grad for parameter in blocks.parameters() if parameter.grad is not None]
-    assert x.grad is not None
     blocks.zero_grad(set_to_none=True)
     return [loss.detach(), x.grad, *grads]
 
@@ -101,34 +100,13 @@ def test_figures_are_those_of_a_step_that_is_recorded_whole(action: Action, devi
     _train(blocks, make)
     found.append(memkit.stats(TAG))
 
-    names = (
-        "num_saved",
-        "saved_bytes",
-        "num_kept",
-        "num_dropped",
-        "dropped_bytes",
-        "num_copies_out",
-        "moved_out_bytes",
-        "num_ops",
-    )
-    figures = [tuple(getattr(stats, name) for name in names) for stats in found]
+    names = ("num_saved", "saved_bytes", "num_kept", "num_dropped", "dropped_bytes", "num_copies_out", "moved_out_bytes")
+    figures = [[getattr(stats, name) for name in (*names, "num_ops")] for stats in found]
     assert figures[0] == figures[1] == figures[2]
 
 
 def _longer(place: int, x: Tensor) -> Tensor:
     return x.sin() if place == 3 else x
-
-
-def _in_place(place: int, x: Tensor) -> Tensor:
-    return x.mul_(0.5) if place == 3 else x
-
-
-def _of_other_kind(place: int, x: Tensor) -> Tensor:
-    return x.double().sin().float() if place == 2 else x
-
-
-def _of_parts(place: int, x: Tensor) -> Tensor:
-    return torch.cat([part.cos() for part in x.chunk(2)]) if place == 4 else x
 
 
 def _marked(place: int, x: Tensor) -> Tensor:
@@ -144,27 +122,32 @@ def _in_a_mode(place: int, x: Tensor) -> Tensor:
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    if place != 2:
-        return x
-    with Passing():
-        return x.sin().cos()
+    with Passing() if place == 2 else nullcontext():
+        return x.sin().cos() if place == 2 else x
 
 
-CHANGES = [_longer, _in_place, _of_other_kind, _of_parts, _marked, _in_a_mode]
+CHANGES: dict[str, Change] = {
+    "longer": _longer,
+    "in place": lambda place, x: x.mul_(0.5) if place == 3 else x,
+    "of another kind": lambda place, x: x.double().sin().float() if place == 2 else x,
+    "of parts": lambda place, x: torch.cat([part.cos() for part in x.chunk(2)]) if place == 4 else x,
+    "marked": _marked,
+    "in a mode": _in_a_mode,
+}
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("action", often(Action.OFFLOAD))
-def test_step_that_departs_is_exact(action: Action, change: Change, device: Device) -> None:
-    blocks, make = _steady(device, action)
+def test_step_that_departs_is_exact(action: Action, name: str, device: Device) -> None:
+    change, (blocks, make) = CHANGES[name], _steady(device, action)
     trace = budget_states[TAG].traces.latest
     plain = _train(blocks, nullcontext)
     departed = _train(blocks, nullcontext, change)
 
     assert_same_bits(_train(blocks, make, change), departed)
     stats = memkit.stats(TAG)
-    assert stats.follows_plan == (change is _in_place and action is Action.OFFLOAD)  # which saves what was expected
+    assert stats.follows_plan == (name == "in place" and action is Action.OFFLOAD)  # which saves what was expected
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
     if budget_states[TAG].traces.latest is trace:
         assert_same_bits(_train(blocks, make), plain)
@@ -207,11 +190,8 @@ def test_another_thing_at_the_same_op_is_never_taken_for_what_was_planned(action
 @pytest.mark.parametrize("action", often(Action.OFFLOAD))
 def test_steps_that_leave_time_and_again_are_recorded_whole(action: Action, device: Device) -> None:
     blocks, make = _steady(device, action)
-    trace, plain, departed = (
-        budget_states[TAG].traces.latest,
-        _train(blocks, nullcontext),
-        _train(blocks, nullcontext, _longer),
-    )
+    trace = budget_states[TAG].traces.latest
+    plain, departed = _train(blocks, nullcontext), _train(blocks, nullcontext, _longer)
     for _ in range(3):
         while not memkit.stats(TAG).follows_plan or trace.learned.steady is None:
             assert_same_bits(_train(blocks, make), plain)
@@ -225,149 +205,120 @@ def test_steps_that_leave_time_and_again_are_recorded_whole(action: Action, devi
     assert trace.learned.steady is None
 
 
-@pytest.mark.parametrize("action", ACTIONS)
-def test_parts_of_a_steady_graph_may_be_asked_for_alone(action: Action, device: Device) -> None:
-    """The graph may let go of a dropped value's inputs before the value is asked for."""
-    blocks = _blocks(device)
-
-    def train(context: Make, *, parts: bool = False) -> list[Tensor]:
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(device.torch_device).requires_grad_()
-        with context():
-            y = blocks[0](x)
-            z = y.sin().exp()
-            first, second = blocks[1](z).sum(), blocks[2](z).square().sum() + y.cos().sum()
-        if parts:
-            second.backward(retain_graph=True)
-            first.backward()
-        else:
-            (first + second).backward()
-        grads = [x.grad, *[parameter.grad for parameter in blocks[:3].parameters()]]
-        blocks.zero_grad(set_to_none=True)
-        return grads
-
-    follow = steady(train, TAG, device, action)
-    for _ in range(2):
-        assert_same_bits(train(follow, parts=True), train(nullcontext, parts=True))
+# Steps whose ops and saves are as planned, and whose inputs, writes or backwards are not
 
 
-@pytest.mark.parametrize("read", ["first", "second"])
-def test_write_to_what_a_dropped_value_is_made_from_is_no_harm(read: str, device: Device) -> None:
-    """The backward asks for the value made from it, and not for its own save."""
-    torch.manual_seed(0)
-    layer = nn.Linear(16, 16).to(device.torch_device)
-    x = torch.randn(8, 16).to(device.torch_device)
+class Own:
+    """What the steps of one program read."""
 
-    def train(context: Make, *, writes: bool = False) -> list[Tensor]:
-        with context():
-            y = layer(x)
-            unused = y.sin()
-            z = y.exp()
-            if writes:
-                (y if read == "first" else y.view(-1)).mul_(2.0)
-            z = z.cos().exp().sum()
-            loss = z if writes else z + unused.sum()
-        loss.backward()
-        grads = [parameter.grad for parameter in layer.parameters()]
-        layer.zero_grad(set_to_none=True)
-        return grads
-
-    follow = steady(train, TAG, device, every=2)
-    assert memkit.stats(TAG).num_dropped > 0
-    assert_same_bits(train(follow, writes=True), train(nullcontext, writes=True))
+    def __init__(self, device: Device) -> None:
+        torch.manual_seed(0)
+        self.layer = nn.Linear(16, 16).to(device.torch_device)
+        self.x, self.v = (torch.randn(16, 16).to(device.torch_device) for _ in range(2))
+        self.w, self.first, self.second = (torch.randn(16, 16).to(device.torch_device).requires_grad_() for _ in range(3))
 
 
-def _hold_departing(run: Callable[[Make, bool], list[Tensor]], device: Device, every: int = 1) -> None:
-    """Compare steady steps, and one that departs behind them, to the plain run."""
-    follow = steady(lambda make: run(make, False), TAG, device, every=every)
-    assert memkit.stats(TAG).num_dropped > 0
-    assert_same_bits(run(follow, True), run(nullcontext, True))
+def another_root_of_the_same_shape_is_read(own: Own, context: Make, departs: bool) -> list[Tensor]:
+    with context():
+        made = own.x.sin()
+        other = torch.mul(own.w, own.v if departs else made)
+        out = (other @ own.first).square().sum()
+        del made, other
+    return list(torch.autograd.grad(out, [own.w, own.first]))
 
 
-def test_no_number_of_a_value_is_ever_that_of_two(device: Device) -> None:
-    """An op reads another root than before, of the same shape."""
-    generator = torch.Generator().manual_seed(0)
-    w, x, v, weight = (torch.randn(16, 16, generator=generator).to(device.torch_device).requires_grad_() for _ in range(4))
-
-    def run(context: Make, departs: bool) -> list[Tensor]:
-        with context():
-            first = x.detach().sin()
-            second = torch.mul(w, v.detach() if departs else first)
-            out = (second @ weight).square().sum()
-            del first, second
-        return list(torch.autograd.grad(out, [w, weight]))
-
-    for every in (1, 2):
-        memkit.reset(TAG)
-        _hold_departing(run, device, every)
+def another_thread_writes(own: Own, context: Make, departs: bool) -> list[Tensor]:
+    with context():
+        y = own.layer(own.x)
+        a = y + 1
+        if departs:
+            thread = threading.Thread(target=y.detach().mul_, args=(2,))
+            thread.start()
+            thread.join()
+        out = ((y * own.w).sin() + (a @ own.first).cos().exp()).sum()
+        del y, a
+    return list(torch.autograd.grad(out, [own.w, own.first, own.layer.weight]))
 
 
-def test_write_of_another_thread_is_told_apart(device: Device) -> None:
-    torch.manual_seed(0)
-    layer, x = nn.Linear(16, 16).to(device.torch_device), torch.randn(8, 16).to(device.torch_device)
-    w, weight = (torch.randn(16, 16).to(device.torch_device).requires_grad_() for _ in range(2))
-
-    def run(context: Make, departs: bool) -> list[Tensor]:
-        with context():
-            y = layer(x)
-            a = y + 1
-            if departs:
-                thread = threading.Thread(target=y.detach().mul_, args=(2,))
-                thread.start()
-                thread.join()
-            out = ((y * w[:8]).sin() + (a @ weight).cos().exp()).sum()
-            del y, a
-        return list(torch.autograd.grad(out, [w, weight, layer.weight]))
-
-    for every in (1, 2, 3):
-        memkit.reset(TAG)
-        _hold_departing(run, device, every)
-
-
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_write_in_each_step_to_what_others_are_made_from_is_exact(every: int, device: Device) -> None:
+def each_step_writes_to_what_others_are_made_from(own: Own, context: Make, departs: bool) -> list[Tensor]:
     """Its own saves are never asked for."""
-    torch.manual_seed(0)
-    layer, x = nn.Linear(16, 16).to(device.torch_device), torch.randn(8, 16).to(device.torch_device)
-    weight = torch.randn(16, 16).to(device.torch_device).requires_grad_()
-
-    def run(context: Make, departs: bool) -> list[Tensor]:
-        with context():
-            y = layer(x)
-            unused = y.sin()
-            a = y.exp()
-            loss = (a @ weight).cos().exp().sum()
-            y.mul_(2 + departs)
-            buffer = torch.ones_like(a)
-            buffer.copy_(x)
-            del y, a, unused
-        return [*torch.autograd.grad(loss, [weight, layer.weight]), buffer]
-
-    _hold_departing(run, device, every)
-    assert memkit.stats(TAG).num_deviations == 0
+    with context():
+        y = own.layer(own.x)
+        unused = y.sin()
+        a = y.exp()
+        loss = (a @ own.first).cos().exp().sum()
+        y.mul_(2 + departs)
+        buffer = torch.ones_like(a)
+        buffer.copy_(own.x)
+        del y, a, unused
+    return [*torch.autograd.grad(loss, [own.first, own.layer.weight]), buffer]
 
 
+def what_dropped_values_are_made_from_is_written_to(own: Own, context: Make, departs: bool, view: bool = False) -> list[Tensor]:
+    """The backward asks for the value made from it, and not for its own save."""
+    with context():
+        y = own.layer(own.x)
+        unused = y.sin()
+        z = y.exp()
+        if departs:
+            (y.view(-1) if view else y).mul_(2.0)
+        z = z.cos().exp().sum()
+        loss = z if departs else z + unused.sum()
+    return list(torch.autograd.grad(loss, list(own.layer.parameters())))
+
+
+def parts_are_let_go_of_before_others_ask_twice(own: Own, context: Make, departs: bool) -> list[Tensor]:
+    with context():
+        y = own.layer(own.x)
+        m, a = y * own.w, y + 1
+        ones, twos = (a @ own.first).sin().sum(), (a @ own.second).sin().sum()
+        del y, a
+    if not departs:
+        return list(torch.autograd.grad(m.sum() + ones + twos, [own.w, own.first, own.second, own.layer.weight]))
+    return [
+        *torch.autograd.grad(m.sum(), [own.w]),
+        *torch.autograd.grad(ones, [own.first]),
+        *torch.autograd.grad(twos, [own.second], retain_graph=True),
+        *torch.autograd.grad(twos, [own.second]),
+    ]
+
+
+def parts_are_asked_for_alone(own: Own, context: Make, departs: bool) -> list[Tensor]:
+    """The graph may let go of a dropped value's inputs before the value is asked for."""
+    with context():
+        y = own.layer(own.x).exp().tanh()
+        z = y.sin().exp()
+        first, second = (z @ own.first).cos().sum(), (z * own.second).square().sum() + y.cos().sum()
+    leaves = [own.first, own.second, own.layer.weight]
+    if not departs:
+        return list(torch.autograd.grad(first + second, leaves))
+    return [*torch.autograd.grad(second, leaves[1:], retain_graph=True), *torch.autograd.grad(first, [leaves[0], leaves[2]])]
+
+
+PROGRAMS = [
+    another_root_of_the_same_shape_is_read,
+    another_thread_writes,
+    each_step_writes_to_what_others_are_made_from,
+    what_dropped_values_are_made_from_is_written_to,
+    partial(what_dropped_values_are_made_from_is_written_to, view=True),
+    parts_are_let_go_of_before_others_ask_twice,
+    parts_are_asked_for_alone,
+]
+
+
+@pytest.mark.parametrize("action", often(Action.RECOMPUTE))
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_parts_of_a_graph_may_be_let_go_of_before_others_ask_twice(every: int, device: Device) -> None:
-    torch.manual_seed(0)
-    layer, x = nn.Linear(16, 16).to(device.torch_device), torch.randn(16, 16).to(device.torch_device)
-    w, first, second = (torch.randn(16, 16).to(device.torch_device).requires_grad_() for _ in range(3))
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: getattr(program, "__name__", "by a view"))
+def test_step_with_other_inputs_or_backwards_is_exact(
+    program: Callable[..., list[Tensor]], every: int, action: Action, device: Device
+) -> None:
+    run = partial(program, Own(device))
+    follow = steady(lambda make: run(make, False), TAG, device, action, every)
+    stats = memkit.stats(TAG)
+    assert stats.num_dropped > 0 or action is Action.OFFLOAD
+    assert stats.num_deviations == 0
 
-    def run(context: Make, departs: bool) -> list[Tensor]:
-        with context():
-            y = layer(x)
-            m, a = y * w, y + 1
-            ones, twos = (a @ first).sin().sum(), (a @ second).sin().sum()
-            del y, a
-        if not departs:
-            return list(torch.autograd.grad(m.sum() + ones + twos, [w, first, second, layer.weight]))
-        return [
-            *torch.autograd.grad(m.sum(), [w]),
-            *torch.autograd.grad(ones, [first]),
-            *torch.autograd.grad(twos, [second], retain_graph=True),
-            *torch.autograd.grad(twos, [second]),
-        ]
-
-    _hold_departing(run, device, every)
+    assert_same_bits(run(follow, True), run(nullcontext, True))
 
 
 def test_bytes_that_are_kept_go_with_the_graph_at_once(device: Device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.activations.remat.conftest import dear_ops as dear_ops
 from tests.activations.remat.test_steady import blocks, train
+from tests.contracts.contexts import Around
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
@@ -36,32 +37,17 @@ class Stingy(ReferenceDevice):
         super().pin(host)
 
 
-def _offload(device: Device) -> AbstractContextManager[object]:
-    return memkit.CPUOffload(1.0, "pins", min_bytes=0, window_bytes=0, device=device)
+def _offload(device: Device, ratio: object = 1.0, tag: str = "pins") -> AbstractContextManager[object]:
+    return memkit.CPUOffload(ratio, tag, min_bytes=0, window_bytes=0, device=device)
 
 
-def _by_a_schedule(device: Device) -> AbstractContextManager[object]:
-    return memkit.CPUOffload(lambda step: [0.3, 1.0, 0.6][step % 3], "pins", min_bytes=0, window_bytes=0, device=device)
-
-
-def _budget(device: Device) -> AbstractContextManager[object]:
-    return memkit.MemoryBudget(0.5, "pins", min_bytes=0, device=device)
-
-
-@contextmanager
-def _around_recompute(device: Device) -> object:
-    with ExitStack() as stack:
-        stack.enter_context(_offload(device))
-        stack.enter_context(memkit.Rematerialize(0.5, "inner", min_bytes=0, device=device))
-        yield
-
-
-@contextmanager
-def _nested(device: Device) -> object:
-    with ExitStack() as stack:
-        stack.enter_context(_offload(device))
-        stack.enter_context(memkit.CPUOffload(0.5, "inner", min_bytes=0, window_bytes=0, device=device))
-        yield
+MAKE: dict[str, Make] = {
+    "offload": _offload,
+    "by a schedule": lambda device: _offload(device, lambda step: [0.3, 1.0, 0.6][step % 3]),
+    "nested": lambda device: Around(_offload(device), _offload(device, 0.5, "inner")),
+    "around recompute": lambda device: Around(_offload(device), memkit.Rematerialize(0.5, "inner", min_bytes=0, device=device)),
+    "budget": lambda device: memkit.MemoryBudget(0.5, "pins", min_bytes=0, device=device),
+}
 
 
 @contextmanager
@@ -75,20 +61,18 @@ def _one_warning() -> object:
 
 @pytest.mark.covering(1)
 @pytest.mark.usefixtures("quick_link")
-@pytest.mark.parametrize("make", [_offload, _by_a_schedule, _nested, _around_recompute, _budget])
+@pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
-def test_steps_are_exact_from_whatever_step_on_nothing_is_pinned(
-    make: Make, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_exact_from_whatever_step_on_nothing_is_pinned(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device, model, drawn = Stingy(seed=seed), blocks()[:6], random.Random(seed)
-    for name in ("SMALLEST_SEGMENT_BYTES", "LARGEST_SEGMENT_BYTES"):
-        monkeypatch.setattr(f"memkit.transfer.host_memory.{name}", 2**21)
+    for size in ("SMALLEST_SEGMENT_BYTES", "LARGEST_SEGMENT_BYTES"):
+        monkeypatch.setattr(f"memkit.transfer.host_memory.{size}", 2**21)
     last = drawn.randrange(7)
     with _one_warning():
         for number in range(9):
             device.left = 1000 if number < last else 0
             x = torch.randn(2048 if number > 4 else 512, 32)
-            assert_same_bits(train(model, x, lambda: make(device)), train(model, x, nullcontext))
+            assert_same_bits(train(model, x, lambda: MAKE[name](device)), train(model, x, nullcontext))
     device.synchronize()
 
 
@@ -109,7 +93,7 @@ def test_budget_of_a_system_that_pins_nothing_recomputes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("any_times", "dear_ops", "moving", "quick_link")
-@pytest.mark.parametrize("last", [0, *(pytest.param(last, marks=pytest.mark.slow) for last in (3, 12, 30))])
+@pytest.mark.parametrize("last", [0, 3, 12, 30])
 def test_copies_beside_regions_stay_with_one_warning(last: int, fastest: Callable[[Way], None]) -> None:
     fastest(Way.REGIONS_AND_COPIES)
     device, model, x = Stingy(), blocks()[:12], torch.randn(8, 32)
