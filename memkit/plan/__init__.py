@@ -39,7 +39,7 @@ from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.eviction import DTRScore, Walk
 from memkit.plan.gpu import GpuSpec, Link, find_gpu
 from memkit.plan.plans import Action, MemoryPlan, Plan, PlannedValue, infeasible, tell_kept
-from memkit.plan.ratio import Forecast, RatioSoFar, TimedSave, auto_ratio, check_ratio, plan_ratio, roofline_s, simulate_lanes
+from memkit.plan.ratio import Forecast, RatioSoFar, TimedSave, auto_ratio, check_ratio, plan_ratio
 from memkit.plan.regions import (
     HostCosts,
     ModuleCall,
@@ -166,9 +166,7 @@ __all__ = [
     "plan_shards",
     "plan_states",
     "plan_streamed_ratio",
-    "roofline_s",
     "schedule_copies",
-    "simulate_lanes",
     "slot_size_of",
     "slot_sizes",
     "takes_peak",

@@ -132,6 +132,7 @@ class _Simulation(Timeline):
 
     def __init__(self, step: Step, score: DTRScore, limit_bytes: float, anchors: frozenset[int], most_s: float) -> None:
         super().__init__()
+        self.live_bytes = 0
         self._walk = Walk(step.lineage, score, limit_bytes, self)
         self._most_s = most_s
         self._step = step
