@@ -472,8 +472,7 @@ module    op         action       values       size    again (ms)  why
 layers.0  aten.mm    recompute         1   8.00 MiB         2.000  asked for
 -         aten.relu  keep              2  32.00 MiB         3.500  fits the budget
 head      aten.sum   keep              1   2.00 MiB         4.000  asked for
-saved: 46.00 MiB
-kept: 38.00 MiB
+kept: 38.00 MiB, offloaded: 0 bytes, recomputed: 8.00 MiB
 budget: 40.00 MiB, predicted peak 38.00 MiB
 predicted replays: 1 ops, 2.00 ms""".splitlines()
 
