@@ -274,50 +274,29 @@ _MOST_LOOKS = 150_000
 """The most evaluations of a value for the drop order: beyond, several values are picked at once."""
 
 
-class _DropOrder:
-    """The greedy walk that finds the drop order of a step.
+def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], list[int]]:
+    """Return the order in which saved values are dropped as the budget falls, and the ledger's peak before the first drop and
+    after each; values that are picked together share the last one.
 
-    It assumes that room suffices for each replay: each op of a run of dropped values runs once, at the first request for one of
-    them, and its results stay until they are used. Kept values are on the device from their save to their last use.
+    The ledger assumes that room suffices for each replay: each op of a run of dropped values runs once, at the first request
+    for one of them, and its results stay until they are used. Kept values are on the device from their save to their last use.
     """
+    lineage, num_saves, end = step.lineage, len(step.saves), len(step.saves) + len(step.uses)
+    maker, ins, sizes, seconds = lineage.maker, lineage.ins, lineage.num_bytes, lineage.seconds
+    since, first_use, until = dict[int, int](), dict[int, int](), dict[int, int]()
+    for index, value in enumerate(step.saves):
+        since.setdefault(value, index)
+    for place, value in enumerate(step.uses):
+        first_use.setdefault(value, num_saves + place)
+        until[value] = num_saves + step.use_end(place)
+    latest_saved = list(accumulate(step.saves, max))
+    held = {anchor: bisect_left(latest_saved, anchor) for anchor in anchors if anchor not in since}
+    kept, stays = {*since, *held}, step.fixed.union(step.moved, anchors)
+    rest = dict.fromkeys(value for value in since if value not in stays)
+    by_use = sorted(rest, key=lambda value: first_use.get(value, end))
+    replayed, order = set[int](), list[int]()
 
-    def __init__(self, step: Step, anchors: Collection[int]) -> None:
-        self._step = step
-        lineage = self._lineage = step.lineage
-        first_saved: dict[int, int] = {}
-        for index, value in enumerate(step.saves):
-            first_saved.setdefault(value, index)
-        latest_saved = list(accumulate(step.saves, max))
-        num_saves = len(step.saves)
-        first_use: dict[int, int] = {}
-        last_use: dict[int, int] = {}
-        for place, value in enumerate(step.uses):
-            first_use.setdefault(value, num_saves + place)
-            last_use[value] = num_saves + step.use_end(place) - 1
-        end = num_saves + len(step.uses)
-        self._since = first_saved
-        self._until = {value: last_use.get(value, end - 1) for value in first_saved}
-        self._back = {value: first_use.get(value, end) for value in first_saved}
-        """When a dropped value is on the device again: at its first use, or that of a value made from it."""
-        self._levels = Levels(end + 1)
-        for value in first_saved:
-            if value not in step.moved:
-                self._levels.add(self._since[value], self._until[value] + 1, lineage.num_bytes[value])
-        self._dropped = set[int]()
-        self._replayed = set[int]()
-        stays = step.fixed.union(step.moved, anchors)
-        self._open = dict.fromkeys(value for value in first_saved if value not in stays)
-        for anchor in anchors:
-            if anchor not in first_saved:
-                first_saved[anchor] = bisect_left(latest_saved, anchor)
-                self._levels.add(first_saved[anchor], end, lineage.num_bytes[anchor])
-        self._kept = set(first_saved)
-        self.order: list[int] = []
-        self.peaks_bytes: list[int] = [self._levels.peak_bytes]
-        """The peak before any drop, and after each drop; values that were picked together share the last one."""
-
-    def _new_ops(self, value: int) -> set[int]:
-        maker, ins, kept, replayed = self._lineage.maker, self._lineage.ins, self._kept, self._replayed
+    def new_ops(value: int) -> set[int]:
         ops, pending = set[int](), [value]
         while pending:
             op = maker[pending.pop()]
@@ -329,90 +308,53 @@ class _DropOrder:
                     pending.append(source)
         return ops
 
-    def walk(self) -> None:
-        batch = max(1, len(self._open) ** 2 // _MOST_LOOKS)
-        self._take([value for value in self._step.dropped if value in self._open])
-        while picked := self._pick(batch):
-            self._take(picked)
-        sizes, rest = self._lineage.num_bytes, {value: self._new_cost_s(value) for value in self._open}
-        self._take(sorted(rest, key=lambda value: rest[value] / (sizes[value] + 1)))
+    def cost_s(value: int) -> float:
+        return sum(seconds[op] for op in new_ops(value))
 
-    def _new_cost_s(self, value: int) -> float:
-        seconds = self._lineage.seconds
-        return sum(seconds[op] for op in self._new_ops(value))
+    def ledger() -> list[int]:
+        levels, made = Levels(end + 1), dict[int, int]()
+        for value in by_use:  # a dropped value is there again at its first use, or that of a value made from it
+            pending = [value]
+            while pending:
+                source = pending.pop()
+                if source not in kept and source not in made and maker[source] != NO_OP:
+                    made[source] = first_use.get(value, end)
+                    pending += ins[maker[source]]
+        for value, start in since.items():
+            if value not in step.moved:
+                levels.add(made.get(value, start), until.get(value, end), sizes[value])
+        for anchor, start in held.items():
+            levels.add(start, end, sizes[anchor])
+        return levels.each()
 
-    def _pick(self, num_picked: int) -> list[int]:
-        """Return the values that lower the peak at least cost, best first; none if nothing lowers it."""
-        level = self._levels.each()
-        peak = max(level)
-        over = peak - max(1, peak // 64)
-        counts = [0, *accumulate(bytes_here > over for bytes_here in level)]
-        num_bytes = self._lineage.num_bytes
-        found = []
-        for value in self._open:
-            covered = counts[self._back[value]] - counts[self._since[value]]
-            if covered > 0 and num_bytes[value] > 0:
-                found.append(((self._new_cost_s(value) + 1e-9) / (covered * num_bytes[value]), value))
-        return [value for _, value in nsmallest(num_picked, found)]
-
-    def _take(self, values: Sequence[int]) -> None:
+    def drop(values: Sequence[int]) -> list[int]:
         for value in values:
-            self._replayed |= self._new_ops(value)
-            del self._open[value]
-            self._dropped.add(value)
-            self._kept.discard(value)
-            # Back when the first value made from it is back, also through recomputed values.
-            back = min((self._back[later] for later in self._made_from(value)), default=self._back[value])
-            back = min(back, self._back[value])
-            self._levels.add(self._since[value], min(back, self._until[value] + 1), -self._lineage.num_bytes[value])
-            self._back[value] = back
-            self._bring_forward(value, back)
-        self.order += values
-        self.peaks_bytes += [self._levels.peak_bytes] * len(values)
+            replayed.update(new_ops(value))
+            del rest[value]
+            kept.discard(value)
+        order.extend(values)
+        found = ledger()
+        peaks.extend([max(found)] * len(values))
+        return found
 
-    def _made_from(self, value: int) -> Iterator[int]:
-        lineage, pending, seen = self._lineage, [value], {value}
-        lineage.link()
-        while pending:
-            for op in lineage.users[pending.pop()]:
-                if op not in self._replayed:
-                    continue
-                for made in lineage.outs[op]:
-                    if made in seen:
-                        continue
-                    seen.add(made)
-                    if made in self._dropped:
-                        yield made
-                    elif made not in self._since:
-                        pending.append(made)
-
-    def _bring_forward(self, value: int, back: int) -> None:
-        """Bring the dropped ancestors of a value back to the device when it is made."""
-        maker, ins, pending = self._lineage.maker, self._lineage.ins, [value]
-        seen = set[int]()
-        while pending:
-            op = maker[pending.pop()]
-            if op == NO_OP or op in seen:
-                continue
-            seen.add(op)
-            for source in ins[op]:
-                if source in self._dropped:
-                    if self._back[source] > back:
-                        self._levels.add(
-                            back, min(self._back[source], self._until[source] + 1), self._lineage.num_bytes[source]
-                        )
-                        self._back[source] = back
-                        pending.append(source)
-                elif source not in self._since:
-                    pending.append(source)
-
-
-def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the order in which saved values are dropped as the budget falls, and the ledger's peak before the first drop and
-    after each, while room suffices to recompute each value once."""
-    walk = _DropOrder(step, anchors)
-    walk.walk()
-    return tuple(walk.order), tuple(walk.peaks_bytes)
+    num_picked, levels = max(1, len(rest) ** 2 // _MOST_LOOKS), ledger()
+    peaks = [max(levels)]
+    levels = drop([value for value in step.dropped if value in rest])
+    while True:
+        over = max(levels) - max(1, max(levels) // 64)
+        counts = [0, *accumulate(num_bytes > over for num_bytes in levels)]
+        covered = {value: counts[first_use.get(value, end)] - counts[since[value]] for value in rest}
+        found = [
+            ((cost_s(value) + 1e-9) / (count * sizes[value]), value)
+            for value, count in covered.items()
+            if count > 0 and sizes[value]
+        ]
+        if not found:
+            break
+        levels = drop([value for _, value in nsmallest(num_picked, found)])
+    costs_s = {value: cost_s(value) for value in rest}
+    drop(sorted(costs_s, key=lambda value: costs_s[value] / (sizes[value] + 1)))
+    return order, peaks
 
 
 _STEP_DOWN = 0.75
@@ -449,7 +391,7 @@ class Walks:
         self._work = 0
         self.is_large = self._num_events > _LARGE
         self._held = self._anchor_sets()
-        self._orders: dict[frozenset[int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._orders: dict[frozenset[int], tuple[list[int], list[int]]] = {}
         self._explored: dict[float, list[Outcome]] = {}
         self._smallest: Outcome | None = None
 
@@ -529,7 +471,9 @@ class Walks:
     def _candidates(self, limit_bytes: float) -> Iterator[tuple[Collection[int], frozenset[int]]]:
         for anchors in self._held_within(limit_bytes):
             if anchors or not self.is_large:
-                order, peaks = self._drop_order(anchors)
+                if anchors not in self._orders:
+                    self._orders[anchors] = drop_order(self.step, anchors)
+                order, peaks = self._orders[anchors]
                 for length in self._lengths(peaks, limit_bytes):
                     yield order[:length], anchors
             if not (anchors and self.is_large):  # without: up to 7 %
@@ -559,11 +503,6 @@ class Walks:
         """Return the largest anchor sets that leave enough room, then the empty one."""
         fitting = [anchors for anchors, num_bytes in self._held.items() if anchors and num_bytes <= _HELD * limit_bytes]
         return [*reversed(fitting[-_NUM_HELD:]), frozenset()]
-
-    def _drop_order(self, anchors: frozenset[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if anchors not in self._orders:
-            self._orders[anchors] = drop_order(self.step, anchors)
-        return self._orders[anchors]
 
     def _lengths(self, peaks: Sequence[int], limit_bytes: float) -> list[int]:
         fits = next((length for length, peak in enumerate(peaks) if peak <= limit_bytes), None)

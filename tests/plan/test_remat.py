@@ -238,7 +238,7 @@ def test_cheapest_for_its_bytes_goes_first() -> None:
     ]
     step = Step(lineage=lineage, saves=(*values, root), uses=(root, *values), fixed=frozenset({root}))
 
-    assert drop_order(step)[0][:2] == (values[2], values[1])
+    assert drop_order(step)[0][:2] == [values[2], values[1]]
 
 
 # Plans
