@@ -28,7 +28,6 @@ Weights and optimizer states:
 
 - `chunks`: offsets of tensors in a chunk; its residency
 - `residency`: `ResidencyPlan`: which layers stream, the slots, and the seconds of such a step
-- `state_costs`: bytes of states
 - `states`: which states move together, where each piece is stepped, and where it is between steps
 """
 
@@ -68,10 +67,13 @@ from memkit.plan.residency import (
 from memkit.plan.saves import RematPlanner
 from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.shards import ShardedParameter, ShardPlan, plan_shards
-from memkit.plan.state_costs import ParameterCosts, StatePiece, Update, aligned
 from memkit.plan.states import (
     WINDOW_NUMEL,
+    ParameterCosts,
+    StatePiece,
     StatePlan,
+    Update,
+    aligned,
     disk_bytes,
     disk_step_s,
     in_slots,

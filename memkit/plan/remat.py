@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import accumulate, chain, combinations, islice
@@ -29,82 +29,64 @@ up to 28 %."""
 class CutPlaces:
     def __init__(self, step: Step) -> None:
         self._step = step
-        lineage = step.lineage
+        lineage, num_ops = step.lineage, len(step.lineage.ins)
         lineage.link()
-        self._saved = dict.fromkeys(step.saves)
-        self._made_at = {value: lineage.maker[value] for value in self._saved}
         self._last_read = [max(ops, default=NO_OP) for ops in lineage.users]
-        widths = self._widths()
-        self._num_bytes_at = widths
-        is_written_over = self._are_written_over()
+        written = [over for pairs in lineage.taken.values() for over, _ in pairs]
+        widths = self._widths = self._levels((value, lineage.num_bytes[value]) for value in range(len(lineage.maker)))
+        num_written = self._levels((value, 1) for value in written)
+        saved_after = [0] * (num_ops + 2)
+        for value in set(step.saves):
+            saved_after[max(lineage.maker[value], 0)] += lineage.num_bytes[value]
+        self._reached = list(accumulate(saved_after))
+        """The saved bytes that are made up to each op."""
         self._narrow: list[int] = []
         wider = widths[0]
-        for op in range(1, len(widths) - 1):  # of several ops in a row with the same width, each will do
+        for op in range(1, num_ops):  # of several ops in a row with the same width, each will do
             if widths[op] != widths[op - 1]:
                 wider = widths[op - 1]
-            if widths[op] < wider and widths[op] <= widths[op + 1] and not is_written_over[op]:
+            if widths[op] < wider and widths[op] <= widths[op + 1] and not num_written[op]:
                 self._narrow.append(op)
 
-    def skeleton(self, target_bytes: float) -> frozenset[int]:
-        return self._anchors(self.cuts(target_bytes))
+    def _levels(self, amounts: Iterable[tuple[int, int]]) -> list[int]:
+        """Return for each op the sum of what values that are made up to it and read after it amount to."""
+        levels = Levels(len(self._step.lineage.ins))
+        for value, amount in amounts:
+            if self._step.lineage.maker[value] != NO_OP:
+                levels.add(self._step.lineage.maker[value], self._last_read[value], amount)
+        return levels.each()
 
     def skeletons(self) -> Iterator[frozenset[int]]:
         """Yield the anchors for ever more cuts."""
-        parts, saved_bytes = 2.0, self._step.saved_bytes
-        while parts <= max(_MOST_PARTS, len(self._saved) // 5):
+        parts, num_saved, saved_bytes = 2.0, len(set(self._step.saves)), self._step.saved_bytes
+        while parts <= max(_MOST_PARTS, num_saved // 5):
             yield self.skeleton(saved_bytes / parts)
             parts *= _FINER
 
-    def cuts(self, target_bytes: float) -> list[int]:
-        """Return the ops after which to cut: about `target_bytes` of saved values apart, each at the narrowest place nearby."""
-        sizes, saved_after = self._step.lineage.num_bytes, [0] * (len(self._num_bytes_at) + 1)
-        for value, op in self._made_at.items():
-            saved_after[op if op != NO_OP else 0] += sizes[value]
-        reached = list(accumulate(saved_after))
-        total = reached[-1]
-        cuts: list[int] = []
-        start_bytes = 0
-        position = 0
-        while True:
-            first = bisect_left(reached, start_bytes + 0.6 * target_bytes, position)
-            last = bisect_left(reached, start_bytes + 1.2 * target_bytes, position)
-            choices = self._narrow[bisect_left(self._narrow, first) : bisect_left(self._narrow, last + 1)]
-            if not choices:
-                later = bisect_left(self._narrow, last + 1)
-                choices = self._narrow[later : later + 1]
-            if not choices or total - reached[choices[0]] < 0.3 * target_bytes:
-                break
-            cut = min(choices, key=lambda op: (self._num_bytes_at[op], -op))
-            cuts.append(cut)
-            start_bytes, position = reached[cut], cut + 1
-        return cuts
-
-    def _anchors(self, cuts: Sequence[int]) -> frozenset[int]:
-        found = set[int]()
+    def skeleton(self, target_bytes: float) -> frozenset[int]:
+        """Return the values that cross the cuts."""
+        cuts, found = self.cuts(target_bytes), set[int]()
         for value, maker in enumerate(self._step.lineage.maker):
             index = bisect_left(cuts, maker)
             if maker != NO_OP and index < len(cuts) and cuts[index] < self._last_read[value]:
                 found.add(value)
         return frozenset(found)
 
-    def _widths(self) -> list[int]:
-        """Return for each op the bytes of values that are made up to it and read after it."""
-        lineage = self._step.lineage
-        levels = Levels(len(lineage.ins))
-        for value, maker in enumerate(lineage.maker):
-            if maker != NO_OP:
-                levels.add(maker, self._last_read[value], lineage.num_bytes[value])
-        return levels.each()
-
-    def _are_written_over(self) -> list[bool]:
-        """Tell for each op whether a value that is made up to it and read after it is overwritten at any time."""
-        lineage = self._step.lineage
-        counts = Levels(len(lineage.ins))
-        for pairs in lineage.taken.values():
-            for over, _ in pairs:
-                if lineage.maker[over] != NO_OP:
-                    counts.add(lineage.maker[over], self._last_read[over], 1)
-        return [number > 0 for number in counts.each()]
+    def cuts(self, target_bytes: float) -> list[int]:
+        """Return the ops after which to cut: about `target_bytes` of saved values apart, each at the narrowest place nearby."""
+        reached, narrow = self._reached, self._narrow
+        cuts: list[int] = []
+        start_bytes = position = 0
+        while True:
+            first = bisect_left(reached, start_bytes + 0.6 * target_bytes, position)
+            last = bisect_left(reached, start_bytes + 1.2 * target_bytes, position)
+            later = bisect_left(narrow, last + 1)
+            choices = narrow[bisect_left(narrow, first) : later] or narrow[later : later + 1]
+            if not choices or reached[-1] - reached[choices[0]] < 0.3 * target_bytes:
+                return cuts
+            cut = min(choices, key=lambda op: (self._widths[op], -op))
+            cuts.append(cut)
+            start_bytes, position = reached[cut], cut + 1
 
 
 _NO_END = 1 << 62
