@@ -15,10 +15,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import accumulate, chain, combinations, islice
+from operator import sub
 
 from memkit.plan.eviction import DTRScore, Walk
 from memkit.plan.step import NO_OP, Step
-from memkit.plan.timeline import Levels, Timeline
+from memkit.plan.timeline import Levels
 
 _MOST_PARTS = 32
 _FINER = 1.4
@@ -109,11 +110,10 @@ class _GiveUpError(Exception):
     """Ops run again too often for a plan."""
 
 
-class _Simulation(Timeline):
-    """A step without tensors, as the store of its walk. Replays delay compute."""
+class _Simulation:
+    """A step without tensors, as the store of its walk."""
 
     def __init__(self, step: Step, score: DTRScore, limit_bytes: float, anchors: frozenset[int], most_s: float) -> None:
-        super().__init__()
         self.live_bytes = 0
         self._walk = Walk(step.lineage, score, limit_bytes, self)
         self._most_s = most_s
@@ -123,7 +123,6 @@ class _Simulation(Timeline):
         self._anchors_to_come = sorted(anchors, reverse=True)
         self._anchors_held: list[int] = []
         self._present = set[int]()
-        self._moved = set[int]()
         self._held_roots = set[int]()
         self._traced = set[int]()
         self._places: dict[int, list[int]] = {}
@@ -135,7 +134,7 @@ class _Simulation(Timeline):
         self._most_ops = MOST_REPLAYS * len(step.lineage.ins)
 
     def is_available(self, value: int) -> bool:
-        return value in self._present or self._lineage.maker[value] == NO_OP or value in self._moved
+        return value in self._present or self._lineage.maker[value] == NO_OP or value in self._step.moved
 
     def is_wanted(self, value: int) -> bool:
         places = self._places.get(value)
@@ -159,9 +158,8 @@ class _Simulation(Timeline):
         return True
 
     def run(self, op: int, in_place: Collection[int]) -> None:
-        if self._walk.num_replayed_ops > self._most_ops or self.late_s > self._most_s:
+        if self._walk.num_replayed_ops > self._most_ops or self._walk.replayed_s > self._most_s:
             raise _GiveUpError
-        self.late_s += self._lineage.seconds[op]
 
     def keep(self, value: int) -> None:
         self._present.add(value)
@@ -183,7 +181,6 @@ class _Simulation(Timeline):
             if not is_new:
                 continue
             if value in step.moved:
-                self._moved.add(value)
                 continue
             if value not in self._held_roots:
                 self.keep(value)
@@ -198,7 +195,7 @@ class _Simulation(Timeline):
         self._backward(latest)
         return Outcome(
             peak_bytes=walk.peak_bytes,
-            replayed_s=self.late_s,
+            replayed_s=walk.replayed_s,
             num_replayed_ops=walk.num_replayed_ops,
             dropped=frozenset(gone),
             limit_bytes=walk.limit_bytes,
@@ -219,7 +216,7 @@ class _Simulation(Timeline):
                 given, end = [], step.use_end(place)
             self._now = place
             walk.note_request(value, end)
-            if value not in self._saved_at or value in self._held_roots or value in self._moved:
+            if value not in self._saved_at or value in self._held_roots or value in step.moved:
                 continue
             if value not in self._present:
                 walk.rebuild(value)
@@ -291,23 +288,26 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
         return ops
 
     def cost_s(value: int) -> float:
-        return sum(seconds[op] for op in new_ops(value))
+        return sum(map(seconds.__getitem__, new_ops(value)))
+
+    if_all_stay = Levels(end + 1)
+    for value, start in (*since.items(), *held.items()):
+        if value not in step.moved:
+            if_all_stay.add(start, until.get(value, end) if value in since else end, sizes[value])
+    held_bytes = if_all_stay.each()
 
     def ledger() -> list[int]:
-        levels, made = Levels(end + 1), dict[int, int]()
+        gone, made = Levels(end + 1), dict[int, int]()
         for value in by_use:  # a dropped value is there again at its first use, or that of a value made from it
-            pending = [value]
+            pending = [] if value in kept else [value]
             while pending:
                 source = pending.pop()
                 if source not in kept and source not in made and maker[source] != NO_OP:
                     made[source] = first_use.get(value, end)
                     pending += ins[maker[source]]
-        for value, start in since.items():
-            if value not in step.moved:
-                levels.add(made.get(value, start), until.get(value, end), sizes[value])
-        for anchor, start in held.items():
-            levels.add(start, end, sizes[anchor])
-        return levels.each()
+        for value in order:
+            gone.add(since[value], min(made[value], until.get(value, end)), sizes[value])
+        return list(map(sub, held_bytes, gone.each()))
 
     def drop(values: Sequence[int]) -> list[int]:
         for value in values:
