@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import accumulate, chain, combinations, islice
+from math import fsum
 from operator import sub
 
 from memkit.plan.eviction import DTRScore, Walk
@@ -271,25 +273,16 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
     latest_saved = list(accumulate(step.saves, max))
     held = {anchor: bisect_left(latest_saved, anchor) for anchor in anchors if anchor not in since}
     kept, stays = {*since, *held}, step.fixed.union(step.moved, anchors)
-    rest = dict.fromkeys(value for value in since if value not in stays)
+    rest = [value for value in since if value not in stays]
     by_use = sorted(rest, key=lambda value: first_use.get(value, end))
-    replayed, order = set[int](), list[int]()
-
-    def new_ops(value: int) -> set[int]:
-        ops, pending = set[int](), [value]
-        while pending:
-            op = maker[pending.pop()]
-            if op == NO_OP or op in ops or op in replayed:
-                continue
-            ops.add(op)
-            for source in ins[op]:
-                if source not in kept:
-                    pending.append(source)
-        return ops
-
-    def cost_s(value: int) -> float:
-        return sum(map(seconds.__getitem__, new_ops(value)))
-
+    order = list[int]()
+    again = {value: lineage.ops_to(value, kept) for value in rest}
+    """The ops that make a value again and that no dropped value makes run again."""
+    costs_s = {value: fsum(seconds[op] for op in ops) for value, ops in again.items()}
+    run_for = defaultdict[int, list[int]](list)
+    for value, ops in again.items():
+        for op in ops:
+            run_for[op].append(value)
     if_all_stay = Levels(end + 1)
     for value, start in (*since.items(), *held.items()):
         if value not in step.moved:
@@ -311,9 +304,11 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
 
     def drop(values: Sequence[int]) -> list[int]:
         for value in values:
-            replayed.update(new_ops(value))
-            del rest[value]
-            kept.discard(value)
+            run = again.pop(value)
+            for other in again.keys() & {other for op in run for other in run_for[op]}:
+                again[other] -= run
+                costs_s[other] = fsum(seconds[op] for op in again[other])
+        kept.difference_update(values)
         order.extend(values)
         found = ledger()
         peaks.extend([max(found)] * len(values))
@@ -321,21 +316,19 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
 
     num_picked, levels = max(1, len(rest) ** 2 // _MOST_LOOKS), ledger()
     peaks = [max(levels)]
-    levels = drop([value for value in step.dropped if value in rest])
+    levels = drop([value for value in step.dropped if value in again])
     while True:
         over = max(levels) - max(1, max(levels) // 64)
         counts = [0, *accumulate(num_bytes > over for num_bytes in levels)]
-        covered = {value: counts[first_use.get(value, end)] - counts[since[value]] for value in rest}
-        found = [
-            ((cost_s(value) + 1e-9) / (count * sizes[value]), value)
-            for value, count in covered.items()
-            if count > 0 and sizes[value]
-        ]
+        found = []
+        for value in again:
+            covered = counts[first_use.get(value, end)] - counts[since[value]]
+            if covered > 0 and sizes[value]:
+                found.append(((costs_s[value] + 1e-9) / (covered * sizes[value]), value))
         if not found:
             break
         levels = drop([value for _, value in nsmallest(num_picked, found)])
-    costs_s = {value: cost_s(value) for value in rest}
-    drop(sorted(costs_s, key=lambda value: costs_s[value] / (sizes[value] + 1)))
+    drop(sorted(again, key=lambda value: costs_s[value] / (sizes[value] + 1)))
     return order, peaks
 
 
