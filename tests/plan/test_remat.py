@@ -16,37 +16,20 @@ from memkit.plan.remat import CutPlaces, Outcome, drop_order, simulate
 from tests.plan.reference import Reference, chain, random_step, steps, transformer
 
 
-def test_last_outputs_are_what_written_values_become() -> None:
+def test_lineage_by_hand() -> None:
     lineage = GrowingLineage()
-    first, second = lineage.add_root(10), lineage.add_root(20)
-
-    lineage.add_op([first, second], [5, 20, 10], taken=[second, first])
-
-    assert lineage.taken == {0: ((1, 3), (0, 4))}
-
-
-def test_link_knows_users_of_later_ops_too() -> None:
-    lineage = GrowingLineage()
-    root = lineage.add_root(1)
-    (value,) = lineage.add_op([root], [1])
+    left, right = lineage.add_root(10), lineage.add_root(20)
+    small, after_right, after_left = lineage.add_op([left, right], [5, 20, 10], taken=[right, left])
     lineage.link()
     lineage.link()
-
-    lineage.add_op([value, root], [1])
+    (other,) = lineage.add_op([small, right], [1])
     lineage.link()
 
-    assert lineage.users == [[0, 1], [1], []]
-
-
-def test_roots_of_passes_over_what_was_traced() -> None:
-    lineage = GrowingLineage()
-    left, right = lineage.add_root(1), lineage.add_root(1)
-    (value,) = lineage.add_op([left, right], [1])
-    (other,) = lineage.add_op([value, right], [1])
+    assert lineage.taken == {0: ((right, after_right), (left, after_left))}  # the last outputs replace what is written
+    assert lineage.users == [[0], [0, 1], [1], [], [], []]
     traced = {right}
-
     assert list(lineage.roots_of(other, traced)) == [left]
-    assert list(lineage.roots_of(value, traced)) == []
+    assert list(lineage.roots_of(small, traced)) == []  # traced before
     assert list(lineage.roots_of(left, set())) == [left]
 
 
@@ -459,10 +442,15 @@ def described() -> tuple[Step, RematPlanner]:
     return step, RematPlanner(step, DTRScore(), lambda value: names.get(value, ("", "")))
 
 
-def test_explain_tells_what_is_kept_and_why() -> None:
-    _, planner = described()
+def test_plan_tells_what_is_kept_and_why() -> None:
+    step, planner = described()
 
-    assert planner.plan(40 * 2**20).explain().splitlines() == EXPLAINED
+    plan = planner.plan(40 * 2**20)
+
+    assert plan.explain().splitlines() == EXPLAINED
+    assert [planned.value for planned in plan.saves] == list(step.saves)
+    assert plan.kept_bytes + plan.recompute_bytes == plan.saved_bytes == step.saved_bytes
+    assert str(plan.saves[1]) == "recompute aten.mm: 8.00 MiB"
 
 
 EXPLAINED = """\
@@ -475,17 +463,6 @@ head      aten.sum   keep              1   2.00 MiB         4.000  asked for
 kept: 38.00 MiB, offloaded: 0 bytes, recomputed: 8.00 MiB
 budget: 40.00 MiB, predicted peak 38.00 MiB
 predicted replays: 1 ops, 2.00 ms""".splitlines()
-
-
-def test_plan_lists_each_value_in_the_order_of_first_saves() -> None:
-    step, planner = described()
-
-    plan = planner.plan(40 * 2**20)
-
-    assert [planned.value for planned in plan.saves] == list(step.saves)
-    assert plan.saved_bytes == step.saved_bytes
-    assert plan.kept_bytes + sum(step.lineage.num_bytes[value] for value in plan.dropped) == plan.saved_bytes
-    assert str(plan.saves[1]) == "recompute aten.mm: 8.00 MiB"
 
 
 def test_cost_of_a_value_goes_back_to_what_is_kept() -> None:
@@ -510,7 +487,7 @@ def test_plan_retains_roots_and_anchors_it_needs() -> None:
     assert planner_of(step).told(outcome, 200).retained == {needed, anchor}
 
 
-def test_action_can_be_changed() -> None:
+def test_action_can_be_changed_but_to_what_cannot_be() -> None:
     _, planner = described()
     plan = planner.plan(40 * 2**20)
 
@@ -522,12 +499,6 @@ def test_action_can_be_changed() -> None:
     assert 1 not in edited.dropped
     assert edited.saves[3].value in edited.dropped
     assert plan.with_action(1, Action.OFFLOAD).offload_bytes == plan.saves[1].num_bytes
-
-
-def test_action_that_cannot_be_is_refused() -> None:
-    _, planner = described()
-    plan = planner.plan(40 * 2**20)
-
     with pytest.raises(ValueError, match="save 0 cannot be recomputed: no op can recompute it"):
         plan.with_action(0, Action.RECOMPUTE)
     with pytest.raises(IndexError):

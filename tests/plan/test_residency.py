@@ -128,14 +128,10 @@ def test_every_layer_fits_the_slots_of_its_class(sizes: list[int], num_slots: in
         assert 7 * slot_size_of(size, slots) <= 8 * size or size == slot_size_of(size, slots)
 
 
-def test_layer_that_no_slot_holds_is_refused() -> None:
-    with pytest.raises(ValueError) as error:
-        slot_size_of(81, (80, 40))
-    with pytest.raises(ValueError) as error_without_slots:
-        slot_size_of(81, ())
-
-    assert str(error.value) == "a layer of 81 bytes needs a slot that holds it; the largest found: 80 bytes"
-    assert str(error_without_slots.value) == "a layer of 81 bytes needs a slot that holds it; the largest found: no slots"
+@pytest.mark.parametrize(("slots", "found"), [((80, 40), "80 bytes"), ((), "no slots")])
+def test_layer_that_no_slot_holds_is_refused(slots: tuple[int, ...], found: str) -> None:
+    with pytest.raises(ValueError, match=f"^a layer of 81 bytes needs a slot that holds it; the largest found: {found}$"):
+        slot_size_of(81, slots)
 
 
 # Prediction
@@ -357,18 +353,10 @@ def test_explain_lists_every_layer_and_the_totals() -> None:
 
 
 def test_explain_shows_what_is_not_known_as_a_dash() -> None:
-    plan = plan_streamed_ratio([layer_of(0, MIB, 0.001), layer_of(1, MIB)], 0.5, num_slots=3)
+    text = plan_streamed_ratio([layer_of(0, MIB, 0.001), layer_of(1, MIB)], 0.5, num_slots=3).explain()
 
-    assert plan.explain() == (
-        "layer     weights      MiB    compute (ms)    transfer (ms)    stall (ms)\n"
-        "--------  ---------  -----  --------------  ---------------  ------------\n"
-        "layers.0  resident    1.00       1.000 / -                -             -\n"
-        "layers.1  streamed    1.00           - / -                -             -\n"
-        "streamed: 1 of 2 layers, 1.00 MiB\n"
-        "slots: 1 of 1.00 MiB\n"
-        "device: 2.00 MiB, host: 1.00 MiB\n"
-        "forward and backward: - ms, compute alone - ms"
-    )
+    assert text.splitlines()[3].split() == ["layers.1", "streamed", "1.00", "-", "/", "-", "-", "-"]
+    assert text.endswith("forward and backward: - ms, compute alone - ms")
 
 
 # Bad input
