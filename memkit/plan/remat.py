@@ -449,7 +449,9 @@ class Walks:
                 if anchors not in self._orders:
                     self._orders[anchors] = drop_order(self.step, anchors)
                 order, peaks = self._orders[anchors]
-                for length in self._lengths(peaks, limit_bytes):
+                fits = next((length for length, peak in enumerate(peaks) if peak <= limit_bytes), None)
+                lengths = {peaks.index(min(peaks)), len(order)} if fits is None else {fits}
+                for length in sorted({max(length, len(self.asked)) for length in lengths}):
                     yield order[:length], anchors
             if not (anchors and self.is_large):  # without: up to 7 %
                 yield self.step.dropped, anchors
@@ -478,11 +480,6 @@ class Walks:
         """Return the largest anchor sets that leave enough room, then the empty one."""
         fitting = [anchors for anchors, num_bytes in self._held.items() if anchors and num_bytes <= _HELD * limit_bytes]
         return [*reversed(fitting[-_NUM_HELD:]), frozenset()]
-
-    def _lengths(self, peaks: Sequence[int], limit_bytes: float) -> list[int]:
-        fits = next((length for length, peak in enumerate(peaks) if peak <= limit_bytes), None)
-        lengths = {min(range(len(peaks)), key=peaks.__getitem__), len(peaks) - 1} if fits is None else {fits}
-        return sorted({max(length, len(self.asked)) for length in lengths})
 
 
 def _cheapest(found: Sequence[Outcome], budget_bytes: float) -> Outcome | None:

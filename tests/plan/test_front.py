@@ -85,29 +85,24 @@ def problem_of_blocks() -> Problem:
 
 
 @pytest.mark.parametrize(
-    "calls",
+    ("calls", "blocks"),
     [
-        [call("0", "Linear", 0, 1), call("1", "Linear", 1, 2)],  # leaves
-        [
-            call("0", "A", 0, 2),
-            call("0.x", "Linear", 0, 1),
-            call("1", "B", 2, 4),
-            call("1.x", "Linear", 2, 3),
-        ],  # of two classes
-        [],
+        ([("0", "Linear", 0, 1), ("1", "Linear", 1, 2)], []),  # leaves
+        ([("0", "A", 0, 2), ("0.x", "Linear", 0, 1), ("1", "B", 2, 4), ("1.x", "Linear", 2, 3)], []),  # of two classes
+        ([], []),
+        (
+            [
+                *(("outer.0", "Block", 0, 2), ("outer.0.inner.0", "Block", 0, 2), ("outer.0.inner.0.x", "Block", 0, 2)),
+                *(("outer.1", "Block", 2, 4), ("outer.1.x", "Block", 2, 4)),
+            ],
+            ["outer.0", "outer.1"],  # those inside of others are none
+        ),
     ],
 )
-def test_others_have_none(calls: list[ModuleOps]) -> None:
-    assert blocks_of(replace(layers(2), modules=tuple(calls))) == []
+def test_blocks_are_members_of_lists(calls: list[tuple[str, str, int, int]], blocks: list[str]) -> None:
+    found = blocks_of(replace(layers(2), modules=tuple(call(*each) for each in calls)))
 
-
-def test_blocks_inside_of_blocks_are_none() -> None:
-    calls = [
-        call(name, "Block", begin, begin + 2)
-        for begin, name in ((0, "outer.0"), (0, "outer.0.inner.0"), (0, "outer.0.inner.0.x"), (2, "outer.1"), (2, "outer.1.x"))
-    ]
-
-    assert [block.module for block in blocks_of(replace(layers(2), modules=tuple(calls)))] == ["outer.0", "outer.1"]
+    assert [block.module for block in found] == blocks
 
 
 @pytest.mark.parametrize(("num_chosen", "places"), [(0, []), (1, [5]), (2, [2, 5]), (3, [1, 3, 5]), (6, [0, 1, 2, 3, 4, 5])])
