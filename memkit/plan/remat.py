@@ -16,7 +16,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import accumulate, chain, combinations, islice
-from math import fsum
 from operator import sub
 
 from memkit.plan.eviction import DTRScore, Walk
@@ -278,7 +277,7 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
     order = list[int]()
     again = {value: lineage.ops_to(value, kept) for value in rest}
     """The ops that make a value again and that no dropped value makes run again."""
-    costs_s = {value: fsum(seconds[op] for op in ops) for value, ops in again.items()}
+    costs_s = {value: math.fsum(seconds[op] for op in ops) for value, ops in again.items()}
     run_for = defaultdict[int, list[int]](list)
     for value, ops in again.items():
         for op in ops:
@@ -307,7 +306,7 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
             run = again.pop(value)
             for other in again.keys() & {other for op in run for other in run_for[op]}:
                 again[other] -= run
-                costs_s[other] = fsum(seconds[op] for op in again[other])
+                costs_s[other] = math.fsum(seconds[op] for op in again[other])
         kept.difference_update(values)
         order.extend(values)
         found = ledger()
