@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Engine, Workload, measure, plain, save_on_cpu, synchronous, torch_baselines
+from measuring import Engine, Workload, measure, plain, roofline_s, save_on_cpu, synchronous, torch_baselines
 from offload_ratios import offload_ratios, offload_reserved
 from peers import add_wheels, installed_peers
 from setting import MODELS, TAG, Setting, say
@@ -33,7 +33,8 @@ from workloads import llama, llama_checkpointed, lstms, resnet50, unet, vit_larg
 
 import memkit
 from memkit.device import Device, open_device
-from memkit.plan import Action, plan_ratio, roofline_s, simulate_lanes
+from memkit.plan import Action, plan_ratio
+from memkit.plan.ratio import step_with_copies_s
 from memkit.profile import timed_saves
 from memkit.transfer import Arena, Lanes, measure_link
 
@@ -197,12 +198,9 @@ def against_simulation(make: Callable[[], Workload], options: argparse.Namespace
     window = 2 * max(size for index, size in enumerate(sizes) if index not in held)
     plan = plan_ratio(sizes, 0.5, window_bytes=window, held=held)
     chosen = {index for index, action in enumerate(plan.actions) if action is Action.OFFLOAD}
-    times = {
-        name: simulate_lanes(
-            saves, chosen, forward_s=alone.forward_s, backward_s=alone.backward_s, link=link, limit_bytes=limit
-        ).step_s
-        for name, limit in (("simulated_s", None), ("simulated_with_limit_s", plan.limit_bytes))
-    }
+    simulated_s = step_with_copies_s(
+        saves, chosen, forward_s=alone.forward_s, backward_s=alone.backward_s, link=link, limit_bytes=plan.limit_bytes
+    )
     engine = partial(memkit.CPUOffload, 0.5, "half", min_bytes=MIN_BYTES)
     fast = measure(workload, engine, device, num_steps=options.steps, num_warmup=4)
     stats = memkit.stats("half")
@@ -220,9 +218,8 @@ def against_simulation(make: Callable[[], Workload], options: argparse.Namespace
             "memkit_forward_s": fast.forward_s,
             "memkit_backward_s": fast.backward_s,
             "memkit_peak_bytes": fast.peak_allocated_bytes,
-            **times,
-            "to_simulation": fast.step_s / times["simulated_s"],
-            "to_simulation_with_limit": fast.step_s / times["simulated_with_limit_s"],
+            "simulated_s": simulated_s,
+            "to_simulation": fast.step_s / simulated_s,
             "link": str(link),
             "num_saves": len(saves),
             "planned_bytes": plan.offload_bytes,

@@ -19,9 +19,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from memkit.activations.offloading.moving_stage import is_from_leaf
 from memkit.device import Device, Event, cuda_is_available
+from memkit.transfer import Link
 
 Engine = Callable[[], AbstractContextManager[Any]]
 """Makes the context that a step's forward runs in: one for each step."""
+
+
+def roofline_s(*, forward_s: float, backward_s: float, out_bytes: int, back_bytes: int, link: Link) -> float:
+    """Return the least seconds of a step: the forward or the copies out, then the backward or the copies back."""
+    return max(forward_s, out_bytes / link.d2h_bytes_per_s) + max(backward_s, back_bytes / link.h2d_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

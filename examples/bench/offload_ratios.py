@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from alternating import CLOSE, NUM_WARMUP, Step, Warm, alternate, figures, largest, warm_up
-from measuring import Engine, plain
+from measuring import Engine, plain, roofline_s
 from setting import TAG, Setting, say
 from shared import Line
 
 import memkit
 from memkit.activations import SavedTensorStats
-from memkit.plan import roofline_s
 from memkit.transfer import Link, measure_link
 
 RATIOS = (0.0, 0.1, 0.2, 0.5, 1.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from pathlib import Path
@@ -73,58 +73,32 @@ def _frames(storage: Storage) -> list[dict[str, Any]]:
 def _placed(storages: Sequence[Storage]) -> tuple[list[int], int]:
     """Return an address for each storage, so that none overlap at any time, and the size of the address range. Each storage
     goes to the smallest gap that holds it, or to the end."""
-    addresses = [0] * len(storages)
-    space, ending = _Space(), list[tuple[int, int]]()
+    addresses, end = [0] * len(storages), _BEGIN
+    gaps, ending = list[tuple[int, int]](), list[tuple[int, int]]()
     for index in sorted(range(len(storages)), key=lambda index: storages[index].begin):
         while ending and ending[0][0] <= storages[index].begin:
             _, gone = heappop(ending)
-            space.free(addresses[gone], _rounded(storages[gone]))
-        addresses[index] = space.take(_rounded(storages[index]))
+            _free(gaps, addresses[gone], addresses[gone] + _rounded(storages[gone]))
+        size = _rounded(storages[index])
+        room, address, stop = min(((stop - at, at, stop) for at, stop in gaps if stop - at >= size), default=(0, end, end))
+        if room:
+            place = bisect_left(gaps, (address, stop))
+            gaps[place : place + 1] = [(address + size, stop)] if room > size else []
+        else:
+            end += size
+        addresses[index] = address
         heappush(ending, (storages[index].end, index))
-    return addresses, space.end - _BEGIN
+    return addresses, end - _BEGIN
 
 
-class _Space:
-    """Addresses from `_BEGIN` on, and the gaps between them."""
-
-    def __init__(self) -> None:
-        self.end = _BEGIN
-        self._by_size: list[tuple[int, int]] = []
-        self._size_at: dict[int, int] = {}
-        self._begin_of: dict[int, int] = {}
-        """The beginning of each gap, by its end."""
-
-    def take(self, num_bytes: int) -> int:
-        place = bisect_left(self._by_size, (num_bytes, 0))
-        if place == len(self._by_size):
-            address = self.end
-            self.end += num_bytes
-            return address
-        size, address = self._by_size[place]
-        self._remove(address)
-        if size > num_bytes:
-            self._add(address + num_bytes, size - num_bytes)
-        return address
-
-    def free(self, address: int, num_bytes: int) -> None:
-        end = address + num_bytes
-        if end in self._size_at:
-            end += self._remove(end)
-        if address in self._begin_of:
-            address = self._begin_of[address]
-            self._remove(address)
-        self._add(address, end - address)
-
-    def _add(self, address: int, num_bytes: int) -> None:
-        insort(self._by_size, (num_bytes, address))
-        self._size_at[address] = num_bytes
-        self._begin_of[address + num_bytes] = address
-
-    def _remove(self, address: int) -> int:
-        size = self._size_at.pop(address)
-        del self._begin_of[address + size]
-        del self._by_size[bisect_left(self._by_size, (size, address))]
-        return size
+def _free(gaps: list[tuple[int, int]], begin: int, stop: int) -> None:
+    """Add a gap to those known, which are in order, and join it with its neighbors."""
+    first = last = bisect_left(gaps, (begin, stop))
+    if last < len(gaps) and gaps[last][0] == stop:
+        stop, last = gaps[last][1], last + 1
+    if first and gaps[first - 1][1] == begin:
+        begin, first = gaps[first - 1][0], first - 1
+    gaps[first:last] = [(begin, stop)]
 
 
 def _blocks(storages: Sequence[Storage], addresses: Sequence[int], num_moments: int, total_bytes: int) -> list[dict[str, Any]]:

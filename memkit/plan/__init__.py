@@ -28,7 +28,6 @@ Weights and optimizer states:
 
 - `chunks`: offsets of tensors in a chunk; its residency
 - `residency`: `ResidencyPlan`: which layers stream, the slots, and the seconds of such a step
-- `state_costs`: bytes of states
 - `states`: which states move together, where each piece is stepped, and where it is between steps
 """
 
@@ -39,7 +38,7 @@ from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.eviction import DTRScore, Walk
 from memkit.plan.gpu import GpuSpec, Link, find_gpu
 from memkit.plan.plans import Action, MemoryPlan, Plan, PlannedValue, infeasible, tell_kept
-from memkit.plan.ratio import Forecast, RatioSoFar, TimedSave, auto_ratio, check_ratio, plan_ratio, roofline_s, simulate_lanes
+from memkit.plan.ratio import Forecast, RatioSoFar, TimedSave, auto_ratio, check_ratio, plan_ratio
 from memkit.plan.regions import (
     HostCosts,
     ModuleCall,
@@ -68,10 +67,13 @@ from memkit.plan.residency import (
 from memkit.plan.saves import RematPlanner
 from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.shards import ShardedParameter, ShardPlan, plan_shards
-from memkit.plan.state_costs import ParameterCosts, StatePiece, Update, aligned
 from memkit.plan.states import (
     WINDOW_NUMEL,
+    ParameterCosts,
+    StatePiece,
     StatePlan,
+    Update,
+    aligned,
     disk_bytes,
     disk_step_s,
     in_slots,
@@ -166,9 +168,7 @@ __all__ = [
     "plan_shards",
     "plan_states",
     "plan_streamed_ratio",
-    "roofline_s",
     "schedule_copies",
-    "simulate_lanes",
     "slot_size_of",
     "slot_sizes",
     "takes_peak",

@@ -246,17 +246,9 @@ def fewest_that_fit(
     return next((found for found in (plain, *curve) if found.peak_bytes <= budget_bytes), None)
 
 
-def budgets_between(most_bytes: int, least_bytes: int, num_budgets: int) -> list[int]:
-    """Return budgets at even distances, the most first and the least last."""
-    if num_budgets == 1 or most_bytes <= least_bytes:
-        return [max(most_bytes, least_bytes)]
-    step = (most_bytes - least_bytes) / (num_budgets - 1)
-    return [most_bytes - int(place * step) for place in range(num_budgets - 1)] + [least_bytes]
-
-
 def default_budgets(problem: Problem, least_bytes: int, num_budgets: int) -> list[int]:
-    """Return budgets from the plain step's peak, or the GPU's memory if less, down to the least. Raises BudgetInfeasible if the
-    GPU has less than that."""
+    """Return budgets at even distances, from the plain step's peak, or the GPU's memory if less, down to the least. Raises
+    BudgetInfeasible if the GPU has less than that."""
     gpu = problem.gpu
     if least_bytes > gpu.memory_bytes:
         raise BudgetInfeasible(
@@ -264,7 +256,11 @@ def default_budgets(problem: Problem, least_bytes: int, num_budgets: int) -> lis
             "the batch smaller, or name another GPU",
             least_bytes,
         )
-    return budgets_between(min(problem.plain_peak_bytes, gpu.memory_bytes), least_bytes, num_budgets)
+    most_bytes = min(problem.plain_peak_bytes, gpu.memory_bytes)
+    if num_budgets == 1 or most_bytes == least_bytes:
+        return [most_bytes]
+    step = (most_bytes - least_bytes) / (num_budgets - 1)
+    return [most_bytes - int(place * step) for place in range(num_budgets - 1)] + [least_bytes]
 
 
 def make_front(

@@ -164,8 +164,7 @@ def _spec_from(content: Mapping[str, Any]) -> GpuSpec:
 
 
 def _check(name: str, value: object, *, may_be_zero: bool = False) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not isinstance(value, (int, float)) or not is_number:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{name} must be a number; found {value!r}")
     if value < 0 or (value == 0 and not may_be_zero):
         raise ValueError(f"{name} must be {'0 or more' if may_be_zero else 'above 0'}; found {value!r}")

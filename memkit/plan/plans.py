@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from memkit.core.schemas import read_json
-from memkit.core.sizes import format_bytes, format_mib
+from memkit.core.sizes import format_bytes
 from memkit.errors import BudgetInfeasible, PlanFormatError
 
 if TYPE_CHECKING:
@@ -89,12 +89,18 @@ class PlannedValue:
         return f"{self.action.value} {self.op or name}: {format_bytes(self.num_bytes)}"
 
 
-class _ActionBytes:
+class _Explained:
+    """The bytes of a plan by action, and its table."""
+
     __slots__ = ()
 
     @property
     @abstractmethod
     def _bytes(self) -> Mapping[Action, int]: ...
+
+    @abstractmethod
+    def _told(self) -> tuple[Sequence[PlannedValue], Iterable[str]]:
+        """Return all values, and the totals."""
 
     @property
     def kept_bytes(self) -> int:
@@ -111,9 +117,21 @@ class _ActionBytes:
         """Bytes of saved values that are recomputed."""
         return self._bytes[Action.RECOMPUTE]
 
+    def explain(self, depth: int | None = None) -> str:
+        """Return the plan as a table, with the totals below: by module and op the actions, their bytes, and the reasons.
+
+        Args:
+            depth: how many parts of module names are told apart: by default all, 0 for none.
+        """
+        values, totals = self._told()
+        shares = (
+            f"kept: {format_bytes(self.kept_bytes)}, offloaded: {format_bytes(self.offload_bytes)}, "
+            f"recomputed: {format_bytes(self.recompute_bytes)}"
+        )
+        return "\n".join([_table_of(values, depth), shares, *totals])
+
 
 def _table_of(values: Sequence[PlannedValue], depth: int | None) -> str:
-    """Return a table of values by module, op, action and reason; see `MemoryPlan.explain`."""
     groups: dict[tuple[str, ...], list[PlannedValue]] = {}
     for value in values:
         module = ".".join(value.module.split(".")[:depth]) if depth is not None else value.module
@@ -145,7 +163,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan(_ActionBytes):
+class Plan(_Explained):
     """One action for each storage that a forward saves: `CPUOffload.plan` and `Rematerialize.plan`.
 
     It can be edited (`with_action`) and given to `Rematerialize` as `plan=`. It is valid for the step that it was made from: a
@@ -195,15 +213,10 @@ class Plan(_ActionBytes):
         """Bytes of all saves, without those that something else keeps alive."""
         return sum(self._bytes.values())
 
-    @property
-    def _is_recorded(self) -> bool:
-        """Whether the ops that make the saves are known."""
-        return self.budget_bytes is not None
-
     def __str__(self) -> str:
         shares = ", ".join(f"{action.value} {format_bytes(total)}" for action, total in self._bytes.items() if total)
         text = f"{shares or 'nothing'} of {format_bytes(self.saved_bytes)}, in {len(self.saves)} storages"
-        if not self._is_recorded:
+        if self.budget_bytes is None:
             return text
         peak = format_bytes(self.predicted_peak_bytes)
         return f"{text}; predicted peak {peak}, replays {1e3 * self.predicted_replay_s:.2f} ms"
@@ -217,7 +230,9 @@ class Plan(_ActionBytes):
         """
         save = self.saves[index]
         if action is Action.RECOMPUTE and not save.op:
-            raise ValueError(f"save {index} cannot be recomputed: {save.reason if self._is_recorded else 'no op was recorded'}")
+            raise ValueError(
+                f"save {index} cannot be recomputed: {save.reason if self.budget_bytes is not None else 'no op was recorded'}"
+            )
         saves = list(self.saves)
         saves[index] = replace(save, action=action, reason="asked for")
         return replace(self, saves=tuple(saves))
@@ -234,25 +249,13 @@ class Plan(_ActionBytes):
             saves=tuple(replace(save, action=Action.OFFLOAD, reason=why) if is_moved else save for save, is_moved in saves),
         )
 
-    def explain(self, depth: int | None = None) -> str:
-        """Return the plan as a table, with the totals below: one line per save, or, if ops were recorded, by module and op as
-        in `MemoryPlan.explain`."""
-        lines = [
-            _table_of(self.saves, depth) if self._is_recorded else self._table_of_saves(),
-            f"saved: {format_bytes(self.saved_bytes)}",
-            f"kept: {format_bytes(self.kept_bytes)}",
-        ]
-        if self.offload_bytes or not self._is_recorded:
-            lines.append(f"offloaded: {format_bytes(self.offload_bytes)}")
-        if self.budget_bytes is not None:
-            peak = format_bytes(self.predicted_peak_bytes)
-            lines.append(f"budget: {format_bytes(self.budget_bytes)}, predicted peak {peak}")
-            lines.append(f"predicted replays: {self.num_replayed_ops} ops, {1e3 * self.predicted_replay_s:.2f} ms")
-        return "\n".join(lines)
-
-    def _table_of_saves(self) -> str:
-        rows = [(save.index, format_mib(save.num_bytes), "held" if save.is_held else save.action.value) for save in self.saves]
-        return tabulate(rows, headers=("save", "size", "action"), colalign=("right", "right", "left"), disable_numparse=True)
+    def _told(self) -> tuple[Sequence[PlannedValue], Iterable[str]]:
+        if self.budget_bytes is None:
+            return self.saves, ()
+        return self.saves, (
+            f"budget: {format_bytes(self.budget_bytes)}, predicted peak {format_bytes(self.predicted_peak_bytes)}",
+            f"predicted replays: {self.num_replayed_ops} ops, {1e3 * self.predicted_replay_s:.2f} ms",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,7 +344,7 @@ class PlannedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan(_ActionBytes):
+class MemoryPlan(_Explained):
     """One action for each value of a step, when it happens, and the predicted time and memory of the step.
 
     All bytes are allocations of this process on the device at once, with parameters, gradients and whatever else was counted.
@@ -416,21 +419,12 @@ class MemoryPlan(_ActionBytes):
             f"recompute {format_bytes(self.recompute_bytes)}"
         )
 
-    def explain(self, depth: int | None = None) -> str:
-        """Return the plan as a table, with the totals below: by module and op the actions, their bytes, and the reasons.
-
-        Args:
-            depth: how many parts of module names are told apart: by default all, 0 for none.
-        """
-        return "\n".join([_table_of(self.values, depth), *self._totals()])
+    def _told(self) -> tuple[Sequence[PlannedValue], Iterable[str]]:
+        return self.values, self._totals()
 
     def _totals(self) -> Iterable[str]:
         share = self.predicted_s / (self.plain_s or 1)
         measured = "" if self.is_measured else "; predictions for it are not measured"
-        yield (
-            f"kept: {format_bytes(self.kept_bytes)}, offloaded: {format_bytes(self.offload_bytes)}, "
-            f"recomputed: {format_bytes(self.recompute_bytes)}"
-        )
         if self.anchor_bytes:
             yield f"held to make others from: {format_bytes(self.anchor_bytes)}"
         yield (

@@ -1,9 +1,4 @@
-"""From an offload ratio to actions, the seconds of the copies, and bytes on the device.
-
-A step can be no faster than its *roofline*: the forward or the copies out, whichever takes longer, then the backward or the
-copies back. The *lane simulation* adds order: no copy begins before its tensor exists, none ends after its first use, and the
-device holds no more than its limit.
-"""
+"""From an offload ratio to actions, the seconds of the copies, and bytes on the device."""
 
 from __future__ import annotations
 
@@ -150,90 +145,46 @@ class TimedSave:
     is_held: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
-    forward_s: float
-    backward_s: float
-
-    @property
-    def step_s(self) -> float:
-        return self.forward_s + self.backward_s
-
-
-def roofline_s(*, forward_s: float, backward_s: float, out_bytes: int, back_bytes: int, link: Link) -> float:
-    return max(forward_s, out_bytes / link.d2h_bytes_per_s) + max(backward_s, back_bytes / link.h2d_bytes_per_s)
-
-
-def simulate_lanes(
+def step_with_copies_s(
     saves: Sequence[TimedSave],
-    offloaded: Collection[int],
+    leaving: Collection[int],
     *,
     forward_s: float,
     backward_s: float,
     link: Link,
-    limit_bytes: float | None = None,
-) -> StepTime:
-    timeline = Timeline()
-    out = [index for index in range(len(saves)) if index in offloaded and not saves[index].is_held]
-    resident = _simulate_forward(timeline, saves, frozenset(out), forward_s=forward_s, link=link, limit=limit_bytes)
-    late_s = timeline.late_s
-    _simulate_backward(timeline, saves, set(out) - resident, forward_s=forward_s, link=link, limit=limit_bytes)
-    return StepTime(forward_s=forward_s + late_s, backward_s=backward_s + (timeline.late_s - late_s))
-
-
-def _simulate_forward(
-    timeline: Timeline,
-    saves: Sequence[TimedSave],
-    out: frozenset[int],
-    *,
-    forward_s: float,
-    link: Link,
-    limit: float | None,
-) -> set[int]:
-    """Simulate the forward; return which of `out` are still on the device at its end."""
-    backlog: deque[tuple[int, float]] = deque()
+    limit_bytes: float,
+) -> float:
+    """Return the seconds of a step. Copies go out as their tensors are saved; compute waits for the oldest where the device
+    holds more than the limit. In the backward, free bytes are filled with the tensors needed next."""
+    timeline, live_bytes = Timeline(), 0
+    going, away = deque[tuple[int, float]](), set[int]()
     for index, save in enumerate(saves):
         if save.is_held:
             continue
-        timeline.live_bytes += save.num_bytes
-        if index in out:
+        live_bytes += save.num_bytes
+        if index in leaving:
             copy_s, now_s = save.num_bytes / link.d2h_bytes_per_s, timeline.now_s(save.saved_at_s)
-            backlog.append((index, timeline.issue(Lane.OUT, copy_s, after_s=now_s, latency_s=link.latency_s)))
-        while limit is not None and timeline.live_bytes > limit and backlog:
-            oldest, done_s = backlog.popleft()
+            going.append((index, timeline.issue(Lane.OUT, copy_s, after_s=now_s, latency_s=link.latency_s)))
+        while live_bytes > limit_bytes and going:
+            oldest, done_s = going.popleft()
             timeline.wait(save.saved_at_s, done_s)
-            timeline.live_bytes -= saves[oldest].num_bytes
-    if limit is None:
-        timeline.wait(forward_s, timeline.free_s(Lane.OUT))
-        return set()
-    return {index for index, _ in backlog}
-
-
-def _simulate_backward(
-    timeline: Timeline, saves: Sequence[TimedSave], away: set[int], *, forward_s: float, link: Link, limit: float | None
-) -> None:
+            live_bytes -= saves[oldest].num_bytes
+            away.add(oldest)
     order = sorted((index for index, save in enumerate(saves) if not save.is_held), key=lambda index: saves[index].needed_at_s)
     to_fetch = deque(index for index in order if index in away)
-    done_s: dict[int, float] = {}
-    begin_s = timeline.now_s(forward_s)
-
-    def fetch(now_s: float) -> None:
-        index = to_fetch.popleft()
-        copy_s = saves[index].num_bytes / link.h2d_bytes_per_s
-        done_s[index] = timeline.issue(Lane.BACK, copy_s, after_s=now_s, latency_s=link.latency_s)
-        timeline.live_bytes += saves[index].num_bytes
-
+    back_s: dict[int, float] = {}
     used_bytes = 0
     for index in order:
         moment_s = forward_s + saves[index].needed_at_s
-        now_s = timeline.now_s(moment_s)
-        timeline.live_bytes -= used_bytes  # the value used last is free by now
-        while to_fetch and (limit is None or timeline.live_bytes + saves[to_fetch[0]].num_bytes <= limit):
-            fetch(begin_s if limit is None else now_s)
-        if to_fetch and to_fetch[0] == index:
-            fetch(now_s)
-        timeline.wait(moment_s, done_s.get(index, 0.0))
+        live_bytes -= used_bytes  # the value used last is free by now
+        while to_fetch and (to_fetch[0] == index or live_bytes + saves[to_fetch[0]].num_bytes <= limit_bytes):
+            coming = to_fetch.popleft()
+            copy_s, now_s = saves[coming].num_bytes / link.h2d_bytes_per_s, timeline.now_s(moment_s)
+            back_s[coming] = timeline.issue(Lane.BACK, copy_s, after_s=now_s, latency_s=link.latency_s)
+            live_bytes += saves[coming].num_bytes
+        timeline.wait(moment_s, back_s.get(index, 0.0))
         used_bytes = saves[index].num_bytes
+    return forward_s + backward_s + timeline.late_s
 
 
 def auto_ratio(
@@ -257,10 +208,10 @@ def auto_ratio(
         ratio = chosen_bytes / sum(movable)
         leaving, seen_bytes = first_to_leave(sizes, ratio, window_bytes=window, held=held)
         limit_bytes = limit_of(seen_bytes, ratio, window)
-        time = simulate_lanes(
+        step_s = step_with_copies_s(
             saves, set(leaving), forward_s=forward_s, backward_s=backward_s, link=link, limit_bytes=limit_bytes
         )
-        if time.step_s > HIDDEN * (forward_s + backward_s):
+        if step_s > HIDDEN * (forward_s + backward_s):
             break
         best = ratio
     return best

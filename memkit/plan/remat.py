@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import accumulate, chain, combinations, islice
+from operator import sub
 
 from memkit.plan.eviction import DTRScore, Walk
 from memkit.plan.step import NO_OP, Step
-from memkit.plan.timeline import Levels, Timeline
+from memkit.plan.timeline import Levels
 
 _MOST_PARTS = 32
 _FINER = 1.4
@@ -29,82 +31,64 @@ up to 28 %."""
 class CutPlaces:
     def __init__(self, step: Step) -> None:
         self._step = step
-        lineage = step.lineage
+        lineage, num_ops = step.lineage, len(step.lineage.ins)
         lineage.link()
-        self._saved = dict.fromkeys(step.saves)
-        self._made_at = {value: lineage.maker[value] for value in self._saved}
         self._last_read = [max(ops, default=NO_OP) for ops in lineage.users]
-        widths = self._widths()
-        self._num_bytes_at = widths
-        is_written_over = self._are_written_over()
+        written = [over for pairs in lineage.taken.values() for over, _ in pairs]
+        widths = self._widths = self._levels((value, lineage.num_bytes[value]) for value in range(len(lineage.maker)))
+        num_written = self._levels((value, 1) for value in written)
+        saved_after = [0] * (num_ops + 2)
+        for value in set(step.saves):
+            saved_after[max(lineage.maker[value], 0)] += lineage.num_bytes[value]
+        self._reached = list(accumulate(saved_after))
+        """The saved bytes that are made up to each op."""
         self._narrow: list[int] = []
         wider = widths[0]
-        for op in range(1, len(widths) - 1):  # of several ops in a row with the same width, each will do
+        for op in range(1, num_ops):  # of several ops in a row with the same width, each will do
             if widths[op] != widths[op - 1]:
                 wider = widths[op - 1]
-            if widths[op] < wider and widths[op] <= widths[op + 1] and not is_written_over[op]:
+            if widths[op] < wider and widths[op] <= widths[op + 1] and not num_written[op]:
                 self._narrow.append(op)
 
-    def skeleton(self, target_bytes: float) -> frozenset[int]:
-        return self._anchors(self.cuts(target_bytes))
+    def _levels(self, amounts: Iterable[tuple[int, int]]) -> list[int]:
+        """Return for each op the sum of what values that are made up to it and read after it amount to."""
+        levels = Levels(len(self._step.lineage.ins))
+        for value, amount in amounts:
+            if self._step.lineage.maker[value] != NO_OP:
+                levels.add(self._step.lineage.maker[value], self._last_read[value], amount)
+        return levels.each()
 
     def skeletons(self) -> Iterator[frozenset[int]]:
         """Yield the anchors for ever more cuts."""
-        parts, saved_bytes = 2.0, self._step.saved_bytes
-        while parts <= max(_MOST_PARTS, len(self._saved) // 5):
+        parts, num_saved, saved_bytes = 2.0, len(set(self._step.saves)), self._step.saved_bytes
+        while parts <= max(_MOST_PARTS, num_saved // 5):
             yield self.skeleton(saved_bytes / parts)
             parts *= _FINER
 
-    def cuts(self, target_bytes: float) -> list[int]:
-        """Return the ops after which to cut: about `target_bytes` of saved values apart, each at the narrowest place nearby."""
-        sizes, saved_after = self._step.lineage.num_bytes, [0] * (len(self._num_bytes_at) + 1)
-        for value, op in self._made_at.items():
-            saved_after[op if op != NO_OP else 0] += sizes[value]
-        reached = list(accumulate(saved_after))
-        total = reached[-1]
-        cuts: list[int] = []
-        start_bytes = 0
-        position = 0
-        while True:
-            first = bisect_left(reached, start_bytes + 0.6 * target_bytes, position)
-            last = bisect_left(reached, start_bytes + 1.2 * target_bytes, position)
-            choices = self._narrow[bisect_left(self._narrow, first) : bisect_left(self._narrow, last + 1)]
-            if not choices:
-                later = bisect_left(self._narrow, last + 1)
-                choices = self._narrow[later : later + 1]
-            if not choices or total - reached[choices[0]] < 0.3 * target_bytes:
-                break
-            cut = min(choices, key=lambda op: (self._num_bytes_at[op], -op))
-            cuts.append(cut)
-            start_bytes, position = reached[cut], cut + 1
-        return cuts
-
-    def _anchors(self, cuts: Sequence[int]) -> frozenset[int]:
-        found = set[int]()
+    def skeleton(self, target_bytes: float) -> frozenset[int]:
+        """Return the values that cross the cuts."""
+        cuts, found = self.cuts(target_bytes), set[int]()
         for value, maker in enumerate(self._step.lineage.maker):
             index = bisect_left(cuts, maker)
             if maker != NO_OP and index < len(cuts) and cuts[index] < self._last_read[value]:
                 found.add(value)
         return frozenset(found)
 
-    def _widths(self) -> list[int]:
-        """Return for each op the bytes of values that are made up to it and read after it."""
-        lineage = self._step.lineage
-        levels = Levels(len(lineage.ins))
-        for value, maker in enumerate(lineage.maker):
-            if maker != NO_OP:
-                levels.add(maker, self._last_read[value], lineage.num_bytes[value])
-        return levels.each()
-
-    def _are_written_over(self) -> list[bool]:
-        """Tell for each op whether a value that is made up to it and read after it is overwritten at any time."""
-        lineage = self._step.lineage
-        counts = Levels(len(lineage.ins))
-        for pairs in lineage.taken.values():
-            for over, _ in pairs:
-                if lineage.maker[over] != NO_OP:
-                    counts.add(lineage.maker[over], self._last_read[over], 1)
-        return [number > 0 for number in counts.each()]
+    def cuts(self, target_bytes: float) -> list[int]:
+        """Return the ops after which to cut: about `target_bytes` of saved values apart, each at the narrowest place nearby."""
+        reached, narrow = self._reached, self._narrow
+        cuts: list[int] = []
+        start_bytes = position = 0
+        while True:
+            first = bisect_left(reached, start_bytes + 0.6 * target_bytes, position)
+            last = bisect_left(reached, start_bytes + 1.2 * target_bytes, position)
+            later = bisect_left(narrow, last + 1)
+            choices = narrow[bisect_left(narrow, first) : later] or narrow[later : later + 1]
+            if not choices or reached[-1] - reached[choices[0]] < 0.3 * target_bytes:
+                return cuts
+            cut = min(choices, key=lambda op: (self._widths[op], -op))
+            cuts.append(cut)
+            start_bytes, position = reached[cut], cut + 1
 
 
 _NO_END = 1 << 62
@@ -127,11 +111,11 @@ class _GiveUpError(Exception):
     """Ops run again too often for a plan."""
 
 
-class _Simulation(Timeline):
-    """A step without tensors, as the store of its walk. Replays delay compute."""
+class _Simulation:
+    """A step without tensors, as the store of its walk."""
 
     def __init__(self, step: Step, score: DTRScore, limit_bytes: float, anchors: frozenset[int], most_s: float) -> None:
-        super().__init__()
+        self.live_bytes = 0
         self._walk = Walk(step.lineage, score, limit_bytes, self)
         self._most_s = most_s
         self._step = step
@@ -140,7 +124,6 @@ class _Simulation(Timeline):
         self._anchors_to_come = sorted(anchors, reverse=True)
         self._anchors_held: list[int] = []
         self._present = set[int]()
-        self._moved = set[int]()
         self._held_roots = set[int]()
         self._traced = set[int]()
         self._places: dict[int, list[int]] = {}
@@ -152,7 +135,7 @@ class _Simulation(Timeline):
         self._most_ops = MOST_REPLAYS * len(step.lineage.ins)
 
     def is_available(self, value: int) -> bool:
-        return value in self._present or self._lineage.maker[value] == NO_OP or value in self._moved
+        return value in self._present or self._lineage.maker[value] == NO_OP or value in self._step.moved
 
     def is_wanted(self, value: int) -> bool:
         places = self._places.get(value)
@@ -176,9 +159,8 @@ class _Simulation(Timeline):
         return True
 
     def run(self, op: int, in_place: Collection[int]) -> None:
-        if self._walk.num_replayed_ops > self._most_ops or self.late_s > self._most_s:
+        if self._walk.num_replayed_ops > self._most_ops or self._walk.replayed_s > self._most_s:
             raise _GiveUpError
-        self.late_s += self._lineage.seconds[op]
 
     def keep(self, value: int) -> None:
         self._present.add(value)
@@ -200,7 +182,6 @@ class _Simulation(Timeline):
             if not is_new:
                 continue
             if value in step.moved:
-                self._moved.add(value)
                 continue
             if value not in self._held_roots:
                 self.keep(value)
@@ -215,7 +196,7 @@ class _Simulation(Timeline):
         self._backward(latest)
         return Outcome(
             peak_bytes=walk.peak_bytes,
-            replayed_s=self.late_s,
+            replayed_s=walk.replayed_s,
             num_replayed_ops=walk.num_replayed_ops,
             dropped=frozenset(gone),
             limit_bytes=walk.limit_bytes,
@@ -236,7 +217,7 @@ class _Simulation(Timeline):
                 given, end = [], step.use_end(place)
             self._now = place
             walk.note_request(value, end)
-            if value not in self._saved_at or value in self._held_roots or value in self._moved:
+            if value not in self._saved_at or value in self._held_roots or value in step.moved:
                 continue
             if value not in self._present:
                 walk.rebuild(value)
@@ -273,145 +254,81 @@ _MOST_LOOKS = 150_000
 """The most evaluations of a value for the drop order: beyond, several values are picked at once."""
 
 
-class _DropOrder:
-    """The greedy walk that finds the drop order of a step.
-
-    It assumes that room suffices for each replay: each op of a run of dropped values runs once, at the first request for one of
-    them, and its results stay until they are used. Kept values are on the device from their save to their last use.
-    """
-
-    def __init__(self, step: Step, anchors: Collection[int]) -> None:
-        self._step = step
-        lineage = self._lineage = step.lineage
-        first_saved: dict[int, int] = {}
-        for index, value in enumerate(step.saves):
-            first_saved.setdefault(value, index)
-        latest_saved = list(accumulate(step.saves, max))
-        num_saves = len(step.saves)
-        first_use: dict[int, int] = {}
-        last_use: dict[int, int] = {}
-        for place, value in enumerate(step.uses):
-            first_use.setdefault(value, num_saves + place)
-            last_use[value] = num_saves + step.use_end(place) - 1
-        end = num_saves + len(step.uses)
-        self._since = first_saved
-        self._until = {value: last_use.get(value, end - 1) for value in first_saved}
-        self._back = {value: first_use.get(value, end) for value in first_saved}
-        """When a dropped value is on the device again: at its first use, or that of a value made from it."""
-        self._levels = Levels(end + 1)
-        for value in first_saved:
-            if value not in step.moved:
-                self._levels.add(self._since[value], self._until[value] + 1, lineage.num_bytes[value])
-        self._dropped = set[int]()
-        self._replayed = set[int]()
-        stays = step.fixed.union(step.moved, anchors)
-        self._open = dict.fromkeys(value for value in first_saved if value not in stays)
-        for anchor in anchors:
-            if anchor not in first_saved:
-                first_saved[anchor] = bisect_left(latest_saved, anchor)
-                self._levels.add(first_saved[anchor], end, lineage.num_bytes[anchor])
-        self._kept = set(first_saved)
-        self.order: list[int] = []
-        self.peaks_bytes: list[int] = [self._levels.peak_bytes]
-        """The peak before any drop, and after each drop; values that were picked together share the last one."""
-
-    def _new_ops(self, value: int) -> set[int]:
-        maker, ins, kept, replayed = self._lineage.maker, self._lineage.ins, self._kept, self._replayed
-        ops, pending = set[int](), [value]
-        while pending:
-            op = maker[pending.pop()]
-            if op == NO_OP or op in ops or op in replayed:
-                continue
-            ops.add(op)
-            for source in ins[op]:
-                if source not in kept:
-                    pending.append(source)
-        return ops
-
-    def walk(self) -> None:
-        batch = max(1, len(self._open) ** 2 // _MOST_LOOKS)
-        self._take([value for value in self._step.dropped if value in self._open])
-        while picked := self._pick(batch):
-            self._take(picked)
-        sizes, rest = self._lineage.num_bytes, {value: self._new_cost_s(value) for value in self._open}
-        self._take(sorted(rest, key=lambda value: rest[value] / (sizes[value] + 1)))
-
-    def _new_cost_s(self, value: int) -> float:
-        seconds = self._lineage.seconds
-        return sum(seconds[op] for op in self._new_ops(value))
-
-    def _pick(self, num_picked: int) -> list[int]:
-        """Return the values that lower the peak at least cost, best first; none if nothing lowers it."""
-        level = self._levels.each()
-        peak = max(level)
-        over = peak - max(1, peak // 64)
-        counts = [0, *accumulate(bytes_here > over for bytes_here in level)]
-        num_bytes = self._lineage.num_bytes
-        found = []
-        for value in self._open:
-            covered = counts[self._back[value]] - counts[self._since[value]]
-            if covered > 0 and num_bytes[value] > 0:
-                found.append(((self._new_cost_s(value) + 1e-9) / (covered * num_bytes[value]), value))
-        return [value for _, value in nsmallest(num_picked, found)]
-
-    def _take(self, values: Sequence[int]) -> None:
-        for value in values:
-            self._replayed |= self._new_ops(value)
-            del self._open[value]
-            self._dropped.add(value)
-            self._kept.discard(value)
-            # Back when the first value made from it is back, also through recomputed values.
-            back = min((self._back[later] for later in self._made_from(value)), default=self._back[value])
-            back = min(back, self._back[value])
-            self._levels.add(self._since[value], min(back, self._until[value] + 1), -self._lineage.num_bytes[value])
-            self._back[value] = back
-            self._bring_forward(value, back)
-        self.order += values
-        self.peaks_bytes += [self._levels.peak_bytes] * len(values)
-
-    def _made_from(self, value: int) -> Iterator[int]:
-        lineage, pending, seen = self._lineage, [value], {value}
-        lineage.link()
-        while pending:
-            for op in lineage.users[pending.pop()]:
-                if op not in self._replayed:
-                    continue
-                for made in lineage.outs[op]:
-                    if made in seen:
-                        continue
-                    seen.add(made)
-                    if made in self._dropped:
-                        yield made
-                    elif made not in self._since:
-                        pending.append(made)
-
-    def _bring_forward(self, value: int, back: int) -> None:
-        """Bring the dropped ancestors of a value back to the device when it is made."""
-        maker, ins, pending = self._lineage.maker, self._lineage.ins, [value]
-        seen = set[int]()
-        while pending:
-            op = maker[pending.pop()]
-            if op == NO_OP or op in seen:
-                continue
-            seen.add(op)
-            for source in ins[op]:
-                if source in self._dropped:
-                    if self._back[source] > back:
-                        self._levels.add(
-                            back, min(self._back[source], self._until[source] + 1), self._lineage.num_bytes[source]
-                        )
-                        self._back[source] = back
-                        pending.append(source)
-                elif source not in self._since:
-                    pending.append(source)
-
-
-def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], list[int]]:
     """Return the order in which saved values are dropped as the budget falls, and the ledger's peak before the first drop and
-    after each, while room suffices to recompute each value once."""
-    walk = _DropOrder(step, anchors)
-    walk.walk()
-    return tuple(walk.order), tuple(walk.peaks_bytes)
+    after each; values that are picked together share the last one.
+
+    The ledger assumes that room suffices for each replay: each op of a run of dropped values runs once, at the first request
+    for one of them, and its results stay until they are used. Kept values are on the device from their save to their last use.
+    """
+    lineage, num_saves, end = step.lineage, len(step.saves), len(step.saves) + len(step.uses)
+    maker, ins, sizes, seconds = lineage.maker, lineage.ins, lineage.num_bytes, lineage.seconds
+    since, first_use, until = dict[int, int](), dict[int, int](), dict[int, int]()
+    for index, value in enumerate(step.saves):
+        since.setdefault(value, index)
+    for place, value in enumerate(step.uses):
+        first_use.setdefault(value, num_saves + place)
+        until[value] = num_saves + step.use_end(place)
+    latest_saved = list(accumulate(step.saves, max))
+    held = {anchor: bisect_left(latest_saved, anchor) for anchor in anchors if anchor not in since}
+    kept, stays = {*since, *held}, step.fixed.union(step.moved, anchors)
+    rest = [value for value in since if value not in stays]
+    by_use = sorted(rest, key=lambda value: first_use.get(value, end))
+    order = list[int]()
+    again = {value: lineage.ops_to(value, kept) for value in rest}
+    """The ops that make a value again and that no dropped value makes run again."""
+    costs_s = {value: math.fsum(seconds[op] for op in ops) for value, ops in again.items()}
+    run_for = defaultdict[int, list[int]](list)
+    for value, ops in again.items():
+        for op in ops:
+            run_for[op].append(value)
+    if_all_stay = Levels(end + 1)
+    for value, start in (*since.items(), *held.items()):
+        if value not in step.moved:
+            if_all_stay.add(start, until.get(value, end) if value in since else end, sizes[value])
+    held_bytes = if_all_stay.each()
+
+    def ledger() -> list[int]:
+        gone, made = Levels(end + 1), dict[int, int]()
+        for value in by_use:  # a dropped value is there again at its first use, or that of a value made from it
+            pending = [] if value in kept else [value]
+            while pending:
+                source = pending.pop()
+                if source not in kept and source not in made and maker[source] != NO_OP:
+                    made[source] = first_use.get(value, end)
+                    pending += ins[maker[source]]
+        for value in order:
+            gone.add(since[value], min(made[value], until.get(value, end)), sizes[value])
+        return list(map(sub, held_bytes, gone.each()))
+
+    def drop(values: Sequence[int]) -> list[int]:
+        for value in values:
+            run = again.pop(value)
+            for other in again.keys() & {other for op in run for other in run_for[op]}:
+                again[other] -= run
+                costs_s[other] = math.fsum(seconds[op] for op in again[other])
+        kept.difference_update(values)
+        order.extend(values)
+        found = ledger()
+        peaks.extend([max(found)] * len(values))
+        return found
+
+    num_picked, levels = max(1, len(rest) ** 2 // _MOST_LOOKS), ledger()
+    peaks = [max(levels)]
+    levels = drop([value for value in step.dropped if value in again])
+    while True:
+        over = max(levels) - max(1, max(levels) // 64)
+        counts = [0, *accumulate(num_bytes > over for num_bytes in levels)]
+        found = []
+        for value in again:
+            covered = counts[first_use.get(value, end)] - counts[since[value]]
+            if covered > 0 and sizes[value]:
+                found.append(((costs_s[value] + 1e-9) / (covered * sizes[value]), value))
+        if not found:
+            break
+        levels = drop([value for _, value in nsmallest(num_picked, found)])
+    drop(sorted(again, key=lambda value: costs_s[value] / (sizes[value] + 1)))
+    return order, peaks
 
 
 _STEP_DOWN = 0.75
@@ -448,7 +365,7 @@ class Walks:
         self._work = 0
         self.is_large = self._num_events > _LARGE
         self._held = self._anchor_sets()
-        self._orders: dict[frozenset[int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._orders: dict[frozenset[int], tuple[list[int], list[int]]] = {}
         self._explored: dict[float, list[Outcome]] = {}
         self._smallest: Outcome | None = None
 
@@ -528,8 +445,12 @@ class Walks:
     def _candidates(self, limit_bytes: float) -> Iterator[tuple[Collection[int], frozenset[int]]]:
         for anchors in self._held_within(limit_bytes):
             if anchors or not self.is_large:
-                order, peaks = self._drop_order(anchors)
-                for length in self._lengths(peaks, limit_bytes):
+                if anchors not in self._orders:
+                    self._orders[anchors] = drop_order(self.step, anchors)
+                order, peaks = self._orders[anchors]
+                fits = next((length for length, peak in enumerate(peaks) if peak <= limit_bytes), None)
+                lengths = {peaks.index(min(peaks)), len(order)} if fits is None else {fits}
+                for length in sorted({max(length, len(self.asked)) for length in lengths}):
                     yield order[:length], anchors
             if not (anchors and self.is_large):  # without: up to 7 %
                 yield self.step.dropped, anchors
@@ -558,16 +479,6 @@ class Walks:
         """Return the largest anchor sets that leave enough room, then the empty one."""
         fitting = [anchors for anchors, num_bytes in self._held.items() if anchors and num_bytes <= _HELD * limit_bytes]
         return [*reversed(fitting[-_NUM_HELD:]), frozenset()]
-
-    def _drop_order(self, anchors: frozenset[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if anchors not in self._orders:
-            self._orders[anchors] = drop_order(self.step, anchors)
-        return self._orders[anchors]
-
-    def _lengths(self, peaks: Sequence[int], limit_bytes: float) -> list[int]:
-        fits = next((length for length, peak in enumerate(peaks) if peak <= limit_bytes), None)
-        lengths = {min(range(len(peaks)), key=peaks.__getitem__), len(peaks) - 1} if fits is None else {fits}
-        return sorted({max(length, len(self.asked)) for length in lengths})
 
 
 def _cheapest(found: Sequence[Outcome], budget_bytes: float) -> Outcome | None:

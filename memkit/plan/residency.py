@@ -12,7 +12,7 @@ from itertools import product
 
 from tabulate import tabulate
 
-from memkit.core.sizes import MIB, check_bytes, format_bytes
+from memkit.core.sizes import MIB, format_bytes
 from memkit.plan.ratio import check_ratio
 from memkit.plan.timeline import HIDDEN, Lane, Timeline
 
@@ -29,13 +29,6 @@ class LayerCosts:
     """Seconds of its backward, with recomputed forwards."""
     grad_bytes: int = 0
     """Bytes that go to the host in each backward, if it streams and its gradients leave the device."""
-
-    def __post_init__(self) -> None:
-        check_bytes(f"num_bytes of {self.name}", self.num_bytes)
-        check_bytes(f"grad_bytes of {self.name}", self.grad_bytes)
-        for which, seconds in (("forward_s", self.forward_s), ("backward_s", self.backward_s)):
-            if seconds is not None and not 0 <= seconds < math.inf:
-                raise ValueError(f"{which} of {self.name} is a number of seconds, 0 or more, or None; found {seconds}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +59,12 @@ def slot_size_of(num_bytes: int, slot_bytes: Collection[int]) -> int:
 def predict_step(
     layers: Sequence[LayerCosts], streamed: Collection[int], slot_bytes: Sequence[int], link_bytes_per_s: float
 ) -> StepPrediction:
-    """Predict a forward and a backward. They begin with empty slots: weights may be written between steps unseen, so a slot
-    keeps its layer from the forward to the backward only.
+    """Predict a forward and a backward of measured layers. They begin with empty slots: weights may be written between steps
+    unseen, so a slot keeps its layer from the forward to the backward only.
 
     Copies go one by one, in the order of the uses. A copy begins when the previous one has ended and the layer that it
     overwrites has been computed: in slots of its size, the layer whose next use is farthest. Gradients leave on a queue of
     their own at the same speed; the backward takes at least as long as they do.
-
-    Raises:
-        ValueError: a layer was not measured, or fits in no slot, or the speed is not positive.
     """
     num_slots = Counter(slot_bytes)
     size_of = {index: slot_size_of(layers[index].num_bytes, num_slots) for index in streamed}
@@ -92,18 +82,18 @@ def predict_step(
             if len(slots) == num_slots[size_of[index]]:  # they hold neighbors in order: the first that came is needed last
                 free_s = computed_s[slots.popleft() if is_forward else slots.pop()]
             (slots.append if is_forward else slots.appendleft)(index)
-            copy_s = transfer_s(layers[index].num_bytes, link_bytes_per_s)
+            copy_s = layers[index].num_bytes / link_bytes_per_s
             stall_s = timeline.wait(moment_s, timeline.issue(Lane.BACK, copy_s, after_s=free_s))
         moment_s += compute_s
         computed_s[index] = timeline.now_s(moment_s)
         return stall_s
 
-    forward_s = [_measured_s(layer.name, layer.forward_s) for layer in layers]
-    backward_s = [_measured_s(layer.name, layer.backward_s) for layer in layers]
+    forward_s = [layer.forward_s or 0.0 for layer in layers]
+    backward_s = [layer.backward_s or 0.0 for layer in layers]
     forward_stall_s = [use(index, forward_s[index], is_forward=True) for index in range(len(layers))]
     begin_s = timeline.now_s(moment_s)
     backward_stall_s = [use(index, backward_s[index], is_forward=False) for index in reversed(range(len(layers)))]
-    grads_s = transfer_s(sum(layers[index].grad_bytes for index in size_of), link_bytes_per_s)
+    grads_s = sum(layers[index].grad_bytes for index in size_of) / link_bytes_per_s
     timeline.wait(moment_s, timeline.issue(Lane.OUT, grads_s, after_s=begin_s))
     return StepPrediction(
         forward_stall_s=tuple(forward_stall_s),
@@ -123,12 +113,6 @@ def size_classes(sizes: Sequence[int]) -> list[list[int]]:
     return [sorted(members) for members in classes]
 
 
-def transfer_s(num_bytes: int, link_bytes_per_s: float) -> float:
-    if not link_bytes_per_s > 0:
-        raise ValueError(f"link_bytes_per_s must be positive; found {link_bytes_per_s}")
-    return num_bytes / link_bytes_per_s
-
-
 def check_num_slots(num_slots: object) -> None:
     check_count("num_slots", num_slots, least=1, do="Pass 1 to take the least memory, 2 or more to copy while a layer computes")
 
@@ -139,12 +123,6 @@ def check_count(name: str, value: object, *, least: int, most: int | None = None
     if value < least or (most is not None and value > most):
         wanted = f"at least {least}" if most is None else f"from {least} to the number of layers, {most}"
         raise ValueError(f"{name} must be {wanted}; found {value}{'. ' if do else ''}{do}")
-
-
-def _measured_s(name: str, seconds: float | None) -> float:
-    if seconds is None:
-        raise ValueError(f"a prediction needs the seconds of each layer's forward and backward; {name} was not measured")
-    return seconds
 
 
 class LayerResidency(str, Enum):
@@ -242,8 +220,6 @@ def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
     The last of them is the last layer, so that the first comes late: a step begins with empty slots, and only layers that stay
     hide its first copy. The first layer streams only if all do.
     """
-    if not 0 <= num_streamed <= num_layers:
-        raise ValueError(f"num_streamed must be from 0 to the number of layers, {num_layers}; found {num_streamed}")
     return tuple((count * num_layers - 1) // num_streamed for count in range(1, num_streamed + 1))
 
 
@@ -295,8 +271,6 @@ def plan_budget(
     It takes fewer slots only if nothing fits with `num_slots`: without a spare one, no copy overlaps. The minimum streams
     everything through one slot per class of sizes.
     """
-    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
-        raise TypeError(f"budget is a number of bytes (an int); found {budget_bytes!r}")
     check_num_slots(num_slots)
     for fewer_slots in range(num_slots, 0, -1):
         choices = _even_choices(layers, fewer_slots)
@@ -404,7 +378,7 @@ def _predicted(
             num_bytes=layer.num_bytes,
             forward_s=layer.forward_s,
             backward_s=layer.backward_s,
-            transfer_s=None if link_bytes_per_s is None else transfer_s(layer.num_bytes, link_bytes_per_s),
+            transfer_s=None if link_bytes_per_s is None else layer.num_bytes / link_bytes_per_s,
             stall_s=prediction.forward_stall_s[index] + prediction.backward_stall_s[index] if prediction else None,
         )
         for index, layer in enumerate(layers)

@@ -19,14 +19,6 @@ Schedule = Callable[..., float]
 
 
 @dataclass(frozen=True, slots=True)
-class _Constant:
-    ratio: float
-
-    def __call__(self, iteration: int) -> float:
-        return self.ratio
-
-
-@dataclass(frozen=True, slots=True)
 class _Ramp:
     start: float
     end: float
@@ -126,7 +118,7 @@ def constant(ratio: float) -> Schedule:
         >>> schedules.constant(0.3)(17)
         0.3
     """
-    return _Constant(check_ratio(ratio, where="ratio"))
+    return _Piecewise(((0, check_ratio(ratio, where="ratio")),))
 
 
 def linear(start: float, end: float, *, num_iterations: int) -> Schedule:

@@ -42,8 +42,7 @@ class Lineage:
         if not isinstance(other, Lineage):
             return NotImplemented
         return all(
-            _as_tuple(getattr(self, name)) == _as_tuple(getattr(other, name))
-            for name in ("num_bytes", "maker", "ins", "outs", "taken", "seconds")
+            getattr(self, name) == getattr(other, name) for name in ("num_bytes", "maker", "ins", "outs", "taken", "seconds")
         )
 
     __hash__ = None  # type: ignore[assignment]  # it may grow
@@ -86,10 +85,6 @@ class Lineage:
             for value in self.ins[op]:
                 users[value].append(op)
         self._num_linked = len(self.ins)
-
-
-def _as_tuple(known: Sequence[object] | Mapping[int, object]) -> object:
-    return dict(known) if isinstance(known, Mapping) else tuple(known)
 
 
 class GrowingLineage(Lineage):
@@ -290,17 +285,20 @@ _STEP_ROWS, _STEP_SETS = ("saves", "uses", "use_ends"), ("fixed", "dropped", "mo
 
 
 def trace_to_plain(trace: StepTrace) -> dict[str, Any]:
-    texts = _Texts()
+    texts: dict[str, int] = {}
     step, lineage = trace.step, trace.step.lineage
+
+    def number(text: str) -> int:
+        return texts.setdefault(text, len(texts))
+
     return {
         **{name: getattr(trace, name) for name in (*_TEXTS, *_NUMBERS, *_ROWS, "live_bytes", "backend_dependent")},
         "ops": [
-            [texts.number(op.name), _KINDS.index(op.kind), _number(op.flops), op.num_bytes, texts.number(op.dtype)]
-            for op in trace.ops
+            [number(op.name), _KINDS.index(op.kind), _number(op.flops), op.num_bytes, number(op.dtype)] for op in trace.ops
         ],
         "lifetimes": [[value, life.made_at, life.released_at, life.freed_at] for value, life in trace.lifetimes.items()],
-        "names": [[value, texts.number(op), texts.number(module)] for value, (op, module) in trace.names.items()],
-        "modules": [[texts.number(call.module), texts.number(call.kind), call.begin, call.end] for call in trace.modules],
+        "names": [[value, number(op), number(module)] for value, (op, module) in trace.names.items()],
+        "modules": [[number(call.module), number(call.kind), call.begin, call.end] for call in trace.modules],
         "step": {
             "num_bytes": lineage.num_bytes,
             "ins": lineage.ins,
@@ -310,9 +308,9 @@ def trace_to_plain(trace: StepTrace) -> dict[str, Any]:
             **{name: getattr(step, name) for name in _STEP_ROWS},
             **{name: sorted(getattr(step, name)) for name in _STEP_SETS},
             "retained_bytes": list(step.retained_bytes.items()),
-            "why_kept": [[value, texts.number(why)] for value, why in step.why_kept.items()],
+            "why_kept": [[value, number(why)] for value, why in step.why_kept.items()],
         },
-        "texts": texts.all,
+        "texts": list(texts),
     }
 
 
@@ -407,18 +405,6 @@ def _check_below(name: str, found: Iterable[int], end: int) -> None:
     largest = max(found, default=-1)
     if largest >= end:
         raise ValueError(f"{name} is {largest}; expected less than {end}")
-
-
-class _Texts:
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-
-    def number(self, text: str) -> int:
-        return self._numbers.setdefault(text, len(self._numbers))
-
-    @property
-    def all(self) -> list[str]:
-        return list(self._numbers)
 
 
 def _texts_of(texts: Sequence[str]) -> Callable[[Any], str]:

@@ -1,6 +1,6 @@
 """One step in seconds and bytes, as every simulation walks it.
 
-A *timeline* has the clocks of a step (compute, the host that launches it, and the two copy lanes) and the bytes on its device.
+A *timeline* has the clocks of a step: compute, and the two copy lanes.
 *Levels* are bytes at each place of a known order, such as saves and requests.
 """
 
@@ -20,8 +20,6 @@ class Lane(IntEnum):
     """Copies from the device to the host."""
     BACK = 1
     """Copies from the host to the device."""
-    HOST = 2
-    """Work of the host that must precede the computation."""
 
 
 class Timeline:
@@ -30,12 +28,10 @@ class Timeline:
     Its moments are in seconds from its beginning, as if it waited for nothing. Each wait of compute delays all later moments.
     """
 
-    __slots__ = ("_free_s", "late_s", "live_bytes")
+    __slots__ = ("_free_s", "late_s")
 
     def __init__(self) -> None:
         self.late_s = 0.0
-        self.live_bytes = 0
-        """Bytes on the device that the step counts."""
         self._free_s = [0.0] * len(Lane)
 
     def now_s(self, moment_s: float) -> float:

@@ -60,19 +60,15 @@ def test_gpus_are_named_or_read(tmp_path: Path) -> None:
     assert read.predicted_s == named.predicted_s < plan(source=much_work, gpu="RTX 3060").predicted_s
 
 
-def test_states_that_a_report_counts_are_there_all_along() -> None:
-    report = SimpleNamespace(trace=TRACE, optimizer=SimpleNamespace(state_bytes=12345))
-
-    assert problem_of(report, GPU).base_bytes == TRACE.base_bytes + 12345
-    assert problem_of(report, GPU, "sgd").base_bytes == TRACE.base_bytes
-    assert problem_of(SimpleNamespace(trace=TRACE, optimizer=None), GPU).base_bytes == TRACE.base_bytes
-
-
 @pytest.mark.parametrize(("optimizer", "num_states"), [(None, 0), ("sgd", 0), ("momentum", 1), ("adam", 2), ("adamw", 2)])
 def test_states_of_the_optimizer_are_there_all_along(optimizer: str | None, num_states: int) -> None:
+    report = SimpleNamespace(trace=TRACE, optimizer=SimpleNamespace(state_bytes=12345))
     problem = problem_of(TRACE, GPU, optimizer)
 
     assert problem.plain_peak_bytes == TRACE.peak_bytes + num_states * 6 * MIB
+    assert budget_bytes_of(0.5, problem) == int(0.5 * problem.plain_peak_bytes)  # shares count it
+    reported = problem_of(report, GPU, optimizer).base_bytes - TRACE.base_bytes
+    assert reported == (12345 if optimizer is None else num_states * 6 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +115,3 @@ def test_wrong_types_say_what_to_give(changes: dict[str, Any], message: str) -> 
         plan(**changes)
 
     assert message in str(raised.value)
-
-
-def test_shares_count_the_optimizer() -> None:
-    problem = problem_of(TRACE, GPU, "adamw")
-
-    assert budget_bytes_of(0.5, problem) == int(0.5 * (TRACE.peak_bytes + 12 * MIB))

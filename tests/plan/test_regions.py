@@ -141,34 +141,23 @@ def evenly_spaced(planner: RegionPlanner, prefix: str) -> list[RegionChoice]:
 
 
 @pytest.mark.parametrize("costs", [ON_HOST, ON_DEVICE])
-@pytest.mark.parametrize("seed", range(20))
-def test_few_calls_are_chosen_as_well_as_can_be(seed: int, costs: HostCosts) -> None:
-    planner = random_tree(seed).planner(costs)
+@pytest.mark.parametrize("seed", range(16))
+def test_calls_are_chosen_as_well_as_can_be(seed: int, costs: HostCosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nearly as well where not all choices are looked at."""
     everything = brute_force(random_tree(seed).planner(costs))
+    planner = random_tree(seed).planner(costs)
+    planner.least()
+    monkeypatch.setattr(planning, "_MOST_LISTED", -1)
+    searching = random_tree(seed).planner(costs)
 
     for budget in range(0, planner.simulate(()).peak_bytes + 1, 3):
-        fitting = [planner.seconds(choice) for choice in everything if choice.peak_bytes <= budget]
-        found = planner.best(budget)
-        assert (found is None) == (not fitting)
-        if found is not None:
-            assert found.peak_bytes <= budget
-            assert planner.seconds(found) == pytest.approx(min(fitting))
-
-
-@pytest.mark.parametrize("costs", [ON_HOST, ON_DEVICE])
-@pytest.mark.parametrize("seed", range(12))
-def test_search_is_nearly_as_good_where_it_may_not_look_at_everything(
-    seed: int, costs: HostCosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planning, "_MOST_LISTED", -1)
-    planner = random_tree(seed).planner(costs)
-    everything = brute_force(random_tree(seed).planner(costs))
-
-    for budget in range(min(choice.peak_bytes for choice in everything), planner.simulate(()).peak_bytes + 1, 3):
-        quickest_s = min(planner.seconds(choice) for choice in everything if choice.peak_bytes <= budget)
-        found = planner.best(budget)
-        assert found is not None
-        assert planner.seconds(found) <= 1.06 * quickest_s
+        quickest_s = min((planner.seconds(choice) for choice in everything if choice.peak_bytes <= budget), default=None)
+        for each, most in ((planner, 1 + 1e-9), (searching, 1.06)):
+            found = each.best(budget)
+            assert (found is None) == (quickest_s is None)
+            if found is not None and quickest_s is not None:
+                assert found.peak_bytes <= budget
+                assert quickest_s * (1 - 1e-9) <= planner.seconds(found) <= most * quickest_s
 
 
 def test_peak_of_a_region_is_what_it_makes_on_top_of_what_was_held_before() -> None:
@@ -312,12 +301,11 @@ def test_smallest_spans_are_what_repeats(row: str, blocks: list[tuple[int, int]]
     assert [span for span in inner if blocks[0][0] <= span[0] and span[1] <= blocks[-1][1]] == blocks
 
 
-def test_blocks_are_joined_two_by_two() -> None:
-    assert spans_of("ab" * 5) == [(0, 10), (0, 8), (0, 4), (0, 2), (2, 4), (4, 8), (4, 6), (6, 8), (8, 10)]
-
-
-def test_row_that_does_not_repeat_is_joined_from_two_members_on() -> None:
-    assert spans_of("abcdefg") == [(0, 7), (0, 4), (0, 2), (2, 4), (4, 7), (4, 6)]
+def test_spans_by_hand() -> None:
+    assert spans_of("ab" * 5) == [(0, 10), (0, 8), (0, 4), (0, 2), (2, 4), (4, 8), (4, 6), (6, 8), (8, 10)]  # two by two
+    assert spans_of("abcdefg") == [(0, 7), (0, 4), (0, 2), (2, 4), (4, 7), (4, 6)]  # which does not repeat
+    assert {(0, 6), (0, 4), (0, 2), (2, 4), (4, 6), (6, 12), (6, 8)} <= set(spans_of("abcdef" * 4))  # also in large blocks
+    assert (0, 2) not in spans_of("abcd" * 4)
 
 
 def test_what_belongs_together_is_not_parted() -> None:
@@ -327,12 +315,7 @@ def test_what_belongs_together_is_not_parted() -> None:
     assert {(0, 2), (2, 4), (5, 7), (7, 9), (0, 5), (5, 10)} <= set(found)
 
 
-def test_large_blocks_have_spans_of_their_own() -> None:
-    assert {(0, 6), (0, 4), (0, 2), (2, 4), (4, 6), (6, 12), (6, 8)} <= set(spans_of("abcdef" * 4))
-    assert (0, 2) not in spans_of("abcd" * 4)
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_spans_are_a_tree_and_no_more_than_members(seed: int) -> None:
     draw = random.Random(seed)
     row = "".join(draw.choice("abcr") for _ in range(draw.randint(2, 60)))

@@ -104,14 +104,17 @@ def expected_stalls(
 # Slots
 
 
-def test_sizes_within_an_eighth_share_slots_of_the_largest() -> None:
-    assert slot_sizes([80, 70, 69, 80, 61, 61], 2) == (80, 80, 69, 69)
-    assert slot_sizes([80, 70, 69, 80, 61, 61], 3) == (80, 80, 80, 69, 69, 69)
-
-
-def test_no_more_slots_than_layers_of_their_size() -> None:
-    assert slot_sizes([10, 20, 10], 3) == (20, 10, 10)
-    assert slot_sizes([], 3) == ()
+@pytest.mark.parametrize(
+    ("sizes", "num_slots", "slots"),
+    [
+        ([80, 70, 69, 80, 61, 61], 2, (80, 80, 69, 69)),  # an eighth smaller: it shares them
+        ([80, 70, 69, 80, 61, 61], 3, (80, 80, 80, 69, 69, 69)),
+        ([10, 20, 10], 3, (20, 10, 10)),  # no more than layers
+        ([], 3, ()),
+    ],
+)
+def test_slots_by_hand(sizes: list[int], num_slots: int, slots: tuple[int, ...]) -> None:
+    assert slot_sizes(sizes, num_slots) == slots
 
 
 @settings(max_examples=50)
@@ -125,14 +128,10 @@ def test_every_layer_fits_the_slots_of_its_class(sizes: list[int], num_slots: in
         assert 7 * slot_size_of(size, slots) <= 8 * size or size == slot_size_of(size, slots)
 
 
-def test_layer_that_no_slot_holds_is_refused() -> None:
-    with pytest.raises(ValueError) as error:
-        slot_size_of(81, (80, 40))
-    with pytest.raises(ValueError) as error_without_slots:
-        slot_size_of(81, ())
-
-    assert str(error.value) == "a layer of 81 bytes needs a slot that holds it; the largest found: 80 bytes"
-    assert str(error_without_slots.value) == "a layer of 81 bytes needs a slot that holds it; the largest found: no slots"
+@pytest.mark.parametrize(("slots", "found"), [((80, 40), "80 bytes"), ((), "no slots")])
+def test_layer_that_no_slot_holds_is_refused(slots: tuple[int, ...], found: str) -> None:
+    with pytest.raises(ValueError, match=f"^a layer of 81 bytes needs a slot that holds it; the largest found: {found}$"):
+        slot_size_of(81, slots)
 
 
 # Prediction
@@ -161,19 +160,6 @@ def test_prediction_is_what_a_step_from_empty_slots_comes_to(
     assert prediction.total_s == compute_s_of(layers) + sum(stalls)
 
 
-# Bad input
-
-
-def test_costs_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError) as error_of_bytes:
-        layer_of(0, -1)
-    with pytest.raises(ValueError) as error_of_seconds:
-        layer_of(0, 1, 1.0, math.nan)
-
-    assert str(error_of_bytes.value) == "num_bytes of layers.0 is a number of bytes, 0 or more; found -1"
-    assert str(error_of_seconds.value) == "backward_s of layers.0 is a number of seconds, 0 or more, or None; found nan"
-
-
 def streamed_of(plan: ResidencyPlan) -> list[int]:
     return [index for index, layer in enumerate(plan.layers) if layer.residency is LayerResidency.STREAMED]
 
@@ -185,6 +171,7 @@ def streamed_of(plan: ResidencyPlan) -> list[int]:
 @given(st.integers(1, 80), st.data())
 def test_spread_begins_as_late_as_it_can(num_layers: int, data: st.DataObject) -> None:
     num_streamed = data.draw(st.integers(1, num_layers))
+    assert spread(num_layers, 0) == ()
 
     chosen = spread(num_layers, num_streamed)
 
@@ -194,21 +181,6 @@ def test_spread_begins_as_late_as_it_can(num_layers: int, data: st.DataObject) -
     assert chosen[-1] == num_layers - 1
     assert chosen[0] == math.ceil(num_layers / num_streamed) - 1
     assert (chosen[0] == 0) == (num_streamed == num_layers)
-
-
-def test_spread_keeps_the_first_of_every_two() -> None:
-    assert spread(8, 4) == (1, 3, 5, 7)
-    assert spread(9, 3) == (2, 5, 8)
-    assert spread(7, 5) == (1, 2, 4, 5, 6)
-    assert spread(3, 0) == ()
-
-
-@pytest.mark.parametrize("num_streamed", [-1, 4])
-def test_spread_refuses_more_than_there_are(num_streamed: int) -> None:
-    with pytest.raises(ValueError) as error:
-        spread(3, num_streamed)
-
-    assert str(error.value) == f"num_streamed must be from 0 to the number of layers, 3; found {num_streamed}"
 
 
 @settings(max_examples=50)
@@ -323,9 +295,6 @@ def test_budget_too_small_names_the_least_and_the_largest_layer() -> None:
     )
 
 
-# Seconds
-
-
 # As much as hides
 
 
@@ -345,21 +314,17 @@ def test_auto_hides_and_leaves_least_on_the_device_of_all_ratios(
         assert other.predicted_s > 1.01 * plan.compute_s or other.device_bytes >= plan.device_bytes
 
 
-def test_auto_with_a_budget_that_needs_more_streams_the_least_that_fits() -> None:
+@pytest.mark.parametrize(("speed", "num_streamed"), [(MIB / 10, 6), (MIB, None)])
+def test_auto_keeps_to_a_budget(speed: float, num_streamed: int | None) -> None:
+    """By streaming the least that fits, if it needs more than what hides."""
     layers = alike(12, num_bytes=MIB, forward_s=1.0, backward_s=2.0)
+    without = plan_auto(layers, num_slots=3, link_bytes_per_s=speed)
 
-    plan = plan_auto(layers, num_slots=3, link_bytes_per_s=MIB / 10, budget_bytes=9 * MIB)
+    plan = plan_auto(layers, num_slots=3, link_bytes_per_s=speed, budget_bytes=9 * MIB)
 
-    assert plan == plan_budget(layers, 9 * MIB, num_slots=3, link_bytes_per_s=MIB / 10)
-    assert len(plan.streamed) == 6
-
-
-def test_auto_with_a_budget_to_spare_is_auto_without() -> None:
-    layers = alike(12, num_bytes=MIB, forward_s=1.0, backward_s=2.0)
-
-    plan = plan_auto(layers, num_slots=3, link_bytes_per_s=MIB, budget_bytes=9 * MIB)
-
-    assert plan == plan_auto(layers, num_slots=3, link_bytes_per_s=MIB)
+    least = plan_budget(layers, 9 * MIB, num_slots=3, link_bytes_per_s=speed)
+    assert plan == (without if num_streamed is None else least)
+    assert num_streamed in (None, len(plan.streamed))
 
 
 # What a plan says
@@ -388,18 +353,10 @@ def test_explain_lists_every_layer_and_the_totals() -> None:
 
 
 def test_explain_shows_what_is_not_known_as_a_dash() -> None:
-    plan = plan_streamed_ratio([layer_of(0, MIB, 0.001), layer_of(1, MIB)], 0.5, num_slots=3)
+    text = plan_streamed_ratio([layer_of(0, MIB, 0.001), layer_of(1, MIB)], 0.5, num_slots=3).explain()
 
-    assert plan.explain() == (
-        "layer     weights      MiB    compute (ms)    transfer (ms)    stall (ms)\n"
-        "--------  ---------  -----  --------------  ---------------  ------------\n"
-        "layers.0  resident    1.00       1.000 / -                -             -\n"
-        "layers.1  streamed    1.00           - / -                -             -\n"
-        "streamed: 1 of 2 layers, 1.00 MiB\n"
-        "slots: 1 of 1.00 MiB\n"
-        "device: 2.00 MiB, host: 1.00 MiB\n"
-        "forward and backward: - ms, compute alone - ms"
-    )
+    assert text.splitlines()[3].split() == ["layers.1", "streamed", "1.00", "-", "/", "-", "-", "-"]
+    assert text.endswith("forward and backward: - ms, compute alone - ms")
 
 
 # Bad input
@@ -414,29 +371,14 @@ _EMPTY = "a plan needs at least one layer; found none"
     [
         (lambda: plan_streamed_ratio(_ONE, 1.1, num_slots=3), "offload_ratio must be from 0 (move nothing) to 1"),
         (lambda: plan_streamed_ratio(_ONE, 0.5, num_slots=0), _OF_SLOTS),
-        (lambda: plan_resident(_ONE, 0, num_slots=0), _OF_SLOTS),
         (lambda: plan_budget(_ONE, MIB, num_slots=0), _OF_SLOTS),
         (lambda: slot_sizes([MIB], 0), _OF_SLOTS),
         (lambda: plan_resident(_ONE, -1, num_slots=3), "num_resident must be from 0 to the number of layers, 1; found -1"),
         (lambda: plan_resident(_ONE, 2, num_slots=3), "num_resident must be from 0 to the number of layers, 1; found 2"),
         (lambda: plan_streamed_ratio(_ONE, 0.5, num_slots=True), "num_slots must be an int; found True"),
         (lambda: plan_resident(_ONE, 0.5, num_slots=3), "num_resident must be an int; found 0.5"),  # type: ignore[arg-type]
-        (lambda: plan_budget(_ONE, "1GiB", num_slots=3), "budget is a number of bytes (an int); found '1GiB'"),  # type: ignore[arg-type]
         (lambda: plan_streamed_ratio(_NONE, 0.5, num_slots=3), _EMPTY),
-        (lambda: plan_resident(_NONE, 0, num_slots=3), _EMPTY),
-        (lambda: plan_budget(_NONE, MIB, num_slots=3), _EMPTY),
         (lambda: plan_auto(_NONE, num_slots=3, link_bytes_per_s=1.0), _EMPTY),
-        (
-            lambda: plan_auto([layer_of(0, MIB, 1.0, 2.0), layer_of(1, MIB, 1.0)], num_slots=3, link_bytes_per_s=1.0),
-            "a prediction needs the seconds of each layer's forward and backward; layers.1 was not measured",
-        ),
-        *(
-            (
-                lambda speed=speed: plan_streamed_ratio(_ONE, 0.0, num_slots=3, link_bytes_per_s=speed),
-                f"link_bytes_per_s must be positive; found {speed}",
-            )
-            for speed in (0.0, -1.0, math.nan)
-        ),
     ],
 )
 def test_bad_arguments_are_refused(make: Callable[[], object], message: str) -> None:

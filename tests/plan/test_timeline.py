@@ -40,15 +40,6 @@ def test_what_compute_waits_for_makes_all_later_moments_late(stretches: list[tup
         assert timeline.late_s == clock_s - moment_s
 
 
-def test_host_that_launches_slower_than_the_device_computes_sets_the_pace() -> None:
-    timeline, moment_s = Timeline(), 0.0
-    for _ in range(4):
-        timeline.wait(moment_s, timeline.issue(Lane.HOST, 3.0))
-        moment_s += 1.0
-
-    assert timeline.now_s(moment_s) == 13.0
-
-
 @given(spans)
 def test_levels_are_counted_at_each_place(found: list[tuple[int, int, int]]) -> None:
     levels = Levels(10)

@@ -261,9 +261,6 @@ def nearest_anchors(problem: Problem) -> list[tuple[int, ...]]:
 
 _LESS_S = 1e-9
 """A plan is better if it takes so much less."""
-_NUM_SINGLE = 6
-"""If what fits by itself does not fit together, so many of the most expensive are tried alone."""
-_TRADED = (1.0, 0.5, 0.25)
 _NUM_PAIRED = 12
 _NUM_MOVES = 150
 _NUM_SPARED = 40
@@ -294,11 +291,6 @@ def keep_what_fits(search: Search, found: Simulated) -> Simulated:
                 back.append(index)
         kept = _with(search, found, [(index, _KEEP) for index in back]) if back else found
         if not is_better(kept, found):
-            kept = found
-            for index in back[:_NUM_SINGLE]:
-                one = _with(search, kept, [(index, _KEEP)])
-                kept = one if is_better(one, kept) else kept
-        if kept is found:
             break
         found = kept
     return found
@@ -324,39 +316,8 @@ def refill_link(search: Search, found: Simulated) -> Simulated:
     return filled if is_better(filled, found) else found
 
 
-def trade_places(search: Search, found: Simulated) -> Simulated:
-    """Return the step where expensive dropped values take the places of cheap ones on the link."""
-    problem, values = search.problem, search.problem.values
-    for share in _TRADED:
-        if search.is_spent:
-            break
-        actions = list(found.actions)
-        costs = ReplayCosts(problem, actions)
-        expensive = sorted(
-            (-costs.gain(values[index].value) / values[index].num_bytes, index)
-            for index in dropped_of(problem, actions)
-            if search.can_leave[index]
-        )
-        leaving = [index for index, action in enumerate(actions) if action is _OFFLOAD and search.can_drop[index]]
-        cheap = sorted((search.price(costs, index, actions)[0], index) for index in leaving)
-        room, position, changes = 0, 0, list[tuple[int, Action]]()
-        for gain, index in expensive:
-            while room < values[index].num_bytes and position < len(cheap) and cheap[position][0] < -0.9 * gain:
-                room += values[cheap[position][1]].num_bytes
-                changes.append((cheap[position][1], _RECOMPUTE))
-                position += 1
-            if room < values[index].num_bytes or position > share * len(cheap):
-                break
-            room -= values[index].num_bytes
-            changes.append((index, _OFFLOAD))
-        if changes:
-            traded = _with(search, found, changes)
-            found = traded if is_better(traded, found) else found
-    return found
-
-
-def change_single_actions(search: Search, found: Simulated) -> Simulated:
-    """Return the step where single actions, and pairs, were changed as long as that helps: what promises most first."""
+def change_single_actions(search: Search, found: Simulated) -> None:
+    """Look at steps where single actions, and pairs, are changed as long as that helps: what promises most first."""
     problem, values = search.problem, search.problem.values
     while not search.is_spent:
         actions = found.actions
@@ -364,19 +325,12 @@ def change_single_actions(search: Search, found: Simulated) -> Simulated:
         moves: list[tuple[float, list[tuple[int, Action]]]] = []
         expensive: list[tuple[float, tuple[int, Action]]] = []
         for index, held in enumerate(values):
-            action = actions[index]
-            if action is _OFFLOAD and search.can_keep[index]:
+            others = [_KEEP] * search.can_keep[index] + [_OFFLOAD] * (search.can_leave[index] and not held.is_anchor)
+            if actions[index] is _OFFLOAD and search.can_keep[index]:
                 moves.append((0.0, [(index, _KEEP)]))
-            elif action is _RECOMPUTE and (search.can_keep[index] or search.can_leave[index]):
-                gain_s = costs.gain(held.value)
-                if gain_s <= 0:
-                    continue
-                if search.can_keep[index]:
-                    moves.append((-gain_s, [(index, _KEEP)]))
-                    expensive.append((-gain_s, (index, _KEEP)))
-                if search.can_leave[index] and not held.is_anchor:
-                    moves.append((-gain_s, [(index, _OFFLOAD)]))
-                    expensive.append((-gain_s, (index, _OFFLOAD)))
+            elif actions[index] is _RECOMPUTE and others and (gain_s := costs.gain(held.value)) > 0:
+                expensive += [(-gain_s, (index, action)) for action in others]
+        moves += [(gain, [change]) for gain, change in expensive]
         kept = [index for index, action in enumerate(actions) if action is _KEEP and search.can_drop[index]]
         cheap = sorted((costs.cost(values[index].value) / values[index].num_bytes, index) for index in kept)[:_NUM_PAIRED]
         for gain, change in sorted(expensive)[:_NUM_PAIRED]:
@@ -384,17 +338,15 @@ def change_single_actions(search: Search, found: Simulated) -> Simulated:
                 if gain + price * values[index].num_bytes < 0:
                     moves.append((gain + price * values[index].num_bytes, [change, (index, _RECOMPUTE)]))
         moves.sort(key=lambda move: move[0])
-        better = found
         for _, changes in moves[:_NUM_MOVES]:
             if search.is_spent:
-                break
+                return
             better = _with(search, found, changes)
             if is_better(better, found):
+                found = better
                 break
-        if not is_better(better, found):
-            break
-        found = better
-    return found
+        else:
+            return
 
 
 def _with(search: Search, found: Simulated, changes: Sequence[tuple[int, Action]]) -> Simulated:
@@ -467,8 +419,16 @@ def search_plan(
         if not found.over_bytes:
             keep_what_fits(search, found)
     if search.best.over_bytes or search.best.seconds > _MILD * problem.plain_s:
-        _cut(search)
-    _improve(search)
+        tried = [search.simulate(actions) for actions in _cut_plans(search)]
+        fitting = sorted((found for found in tried if not found.over_bytes), key=lambda found: found.seconds)
+        for found in fitting[:2] or sorted(tried, key=lambda found: found.excess_bytes)[:1]:
+            if search.allows_offload:
+                found = refill_link(search, found)
+            found = keep_what_fits(search, found)
+            if search.allows_offload:
+                keep_what_fits(search, refill_link(search, found))
+    keep_what_fits(search, search.best)
+    change_single_actions(search, search.best)
     return search.best
 
 
@@ -539,24 +499,6 @@ def _grow_all(search: Search) -> None:
         search.grow(search.fill_link(plain, prices, share=share))
     if not search.is_spent:
         search.grow(plain)
-
-
-def _cut(search: Search) -> None:
-    tried = [search.simulate(actions) for actions in _cut_plans(search)]
-    fitting = sorted((found for found in tried if not found.over_bytes), key=lambda found: found.seconds)
-    for found in fitting[:2] or sorted(tried, key=lambda found: found.excess_bytes)[:1]:
-        if search.allows_offload:
-            found = refill_link(search, found)
-        found = keep_what_fits(search, found)
-        if search.allows_offload:
-            keep_what_fits(search, refill_link(search, found))
-
-
-def _improve(search: Search) -> None:
-    found = keep_what_fits(search, search.best)
-    if search.allows_offload:
-        found = keep_what_fits(search, trade_places(search, found))
-    change_single_actions(search, search.best)
 
 
 def _cut_plans(search: Search) -> list[tuple[Action, ...]]:

@@ -111,11 +111,7 @@ class ReplayCosts:
 
     def drop(self, value: int) -> float:
         before_s = self.seconds
-        self._is_there[value] = 0
-        if value not in self._anchors:
-            self._wanting[value] += 1
-        if self._wanting[value]:
-            self._want(value)
+        self.drop_telling(value)
         return self.seconds - before_s
 
     def drop_telling(self, value: int) -> list[int]:
