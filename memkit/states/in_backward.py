@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,7 +22,7 @@ from memkit.plan import Update
 from memkit.plan.chunks import Residency
 from memkit.states.asked import refuse_gradients, weakly
 from memkit.states.one_step import OneStep
-from memkit.states.pieces import ConsumedGradient, Piece, StateRecord, let_go_of_consumed, refuse_another
+from memkit.states.pieces import Accumulating, ConsumedGradient, Piece, StateRecord, let_go_of_consumed, refuse_another
 
 if TYPE_CHECKING:
     from memkit.states.at_rest import StatesAtRest
@@ -36,7 +36,7 @@ _HELD_BYTES = 256 * 2**20
 """At most these bytes of gradients wait for their states: while the link brings these, the backward goes on."""
 
 
-class BackwardSteps:
+class BackwardSteps(Accumulating):
     """Steps pieces of one parameter each, as gradients come.
 
     The next ones are fetched ahead, in the order of the backward before; at first from the last parameter to the first. Those
@@ -84,7 +84,6 @@ class BackwardSteps:
         self._begun: list[Piece] = []
         self._met: dict[Piece, None] = {}
         """Pieces stepped since the optimizer's last step, in this order."""
-        self._num_accumulating = 0
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
         for piece in pieces:
@@ -130,7 +129,7 @@ class BackwardSteps:
         piece = ref()
         assert piece is not None  # it is held here
         (record,) = piece.records
-        if self._num_accumulating:
+        if self.num_accumulating:
             return
         if self._end is None or self._end.is_over:
             self._end = backwards.on_end(weakly(self._let_go), among=self._ends)
@@ -335,14 +334,6 @@ class BackwardSteps:
         except StateOffloadError as error:
             warn_user(f"StateOffload: {error}")
         let_go_of_consumed(piece.records[0] for piece in self._pieces)
-
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        self._num_accumulating += 1
-        try:
-            yield
-        finally:
-            self._num_accumulating -= 1
 
     def forget_done(self) -> None:
         """End the optimizer's step: gradients that are still there count again."""

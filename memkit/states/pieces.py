@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -82,6 +83,20 @@ def version_of(tensor: Tensor) -> int:
     """Return a tensor's version. A `DTensor` and its local tensor count apart: the sum of both."""
     version = torch_private.version_of(tensor)
     return version + torch_private.version_of(local_of(tensor)) if is_dtensor(tensor) else version
+
+
+class Accumulating:
+    """Steps within the backward, but not while `num_accumulating` is above 0."""
+
+    num_accumulating = 0
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        self.num_accumulating += 1
+        try:
+            yield
+        finally:
+            self.num_accumulating -= 1
 
 
 class ConsumedGradient(GradientStandIn):

@@ -202,10 +202,7 @@ class StateOffload(NotCopied, EnteredOnce):
         claim(optimizer, self)
         try:
             self._plan()
-            if self._on_shards is None:
-                self._hooks.before_any_step(weakly(self._before_any_step))
-            else:
-                self._on_shards.watch(self._hooks)
+            self._hooks.before_any_step(weakly(self._before_any_step))
             self._hooks.add(optimizer.register_step_post_hook(self._after_step))
         except BaseException:
             self.close()
@@ -215,9 +212,10 @@ class StateOffload(NotCopied, EnteredOnce):
         """Plan which states leave, and begin, unless the optimizer may as well step by itself."""
         apart, costs = self.when == "backward", self._members.costs()
         self.plan = plan_states(costs, update=self.update, apart=apart, **self._limits)
-        if self._on_shards is not None:
-            return  # nothing moves
-        if self.plan.is_empty and self._master is None and self._overlap is None and not apart:
+        if self._on_shards is not None:  # nothing moves
+            self._on_shards.begin()
+            self._watch()
+        elif self.plan.is_empty and self._master is None and self._overlap is None and not apart:
             self._members.place()
         else:
             self._begin()
@@ -239,10 +237,14 @@ class StateOffload(NotCopied, EnteredOnce):
         self._members.place()
         if self._overlap is not None:
             self._hooks.ahead_of_all_forwards(weakly(self._overlap.before_forward, when_gone=self._hooks.remove))
+        self._watch()
+        self._hooks.add(optimizer.register_state_dict_post_hook(self._after_state_dict, prepend=True))
+
+    def _watch(self) -> None:
+        optimizer = self.optimizer
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._hooks.add(self._before)
         self._hooks.add(optimizer.register_state_dict_pre_hook(self._before_state_dict, prepend=True))
-        self._hooks.add(optimizer.register_state_dict_post_hook(self._after_state_dict, prepend=True))
         self._hooks.add(optimizer.register_load_state_dict_pre_hook(self._before_load))
         self._hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
 
@@ -252,14 +254,14 @@ class StateOffload(NotCopied, EnteredOnce):
         """Run this step's hook behind other hooks, such as clipping. If nothing has left the device so far, plan again."""
         if optimizer is not self.optimizer:
             return
-        if not self._is_open and not self._members.are_as_many():
+        if not self._is_open and self._on_shards is None and not self._members.are_as_many():
             self._check_groups()
             try:
                 self._plan()
             except HostMemoryError:
                 self.close()  # the optimizer has its states
                 raise
-        if self._is_open:
+        if self._is_open or self._on_shards is not None:
             put_last(self._before)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -268,6 +270,11 @@ class StateOffload(NotCopied, EnteredOnce):
             return None  # a shell, by a class that calls the step of the one that it is derived from
         refuse_captured(self.device)
         args, kwargs = run_closure(args, kwargs)
+        self._step() if self._on_shards is None else self._on_shards.step()
+        self._hollow = hollow_shell(optimizer)
+        return (self._hollow, *args[1:]), kwargs
+
+    def _step(self) -> None:
         if self._in_backward is not None:
             self._in_backward.check_options()
         self._settle()
@@ -276,7 +283,7 @@ class StateOffload(NotCopied, EnteredOnce):
         is_rest = stepping.unfinished is not None and are_any_done(members.pieces)
         if self._in_backward is not None and self._in_backward.end():
             is_rest = True
-        run = (stepping.unfinished if is_rest else None) or OneStep(optimizer, copies=self._overlap is not None)
+        run = (stepping.unfinished if is_rest else None) or OneStep(self.optimizer, copies=self._overlap is not None)
         self._on_device.tidy(members.pieces)
         due = members.find_due(leaves_done=is_rest)
         refuse_gradients([record for piece in due for record in piece.due])
@@ -287,18 +294,17 @@ class StateOffload(NotCopied, EnteredOnce):
             stepping.run(due, run, in_order=members.draws)
             self._wait()
         stepping.num_steps += self._in_backward is None or not self._in_backward.is_whole_step
-        self._hollow = hollow_shell(optimizer)
-        return (self._hollow, *args[1:]), kwargs
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_open:
+        side = self._on_shards or (self._stepping if self._is_open else None)
+        if side is None:
             return  # by this hook, the optimizer keeps the object
-        run, hollow = self._stepping.unfinished, self._hollow
+        run, hollow = side.unfinished, self._hollow
         if optimizer is self.optimizer and run is not None and hollow is not None:
             run.write_of_others(hollow)
             if self._in_backward is not None:
                 self._in_backward.forget_done()
-            self._stepping.unfinished = None
+            side.unfinished = None
 
     def _settle(self, *, is_loading: bool = False) -> None:
         """Put right a step that was broken off, or not waited for. Nothing is on its way then."""
@@ -394,7 +400,12 @@ class StateOffload(NotCopied, EnteredOnce):
 
     # What is saved and loaded
 
-    def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
+    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is not self.optimizer:
+            return  # a shell, whose own step asks
+        if self._on_shards is not None:
+            self._on_shards.join()
+            return
         self._members.refuse_use()
         self._settle()
         self._wait()
@@ -402,7 +413,10 @@ class StateOffload(NotCopied, EnteredOnce):
     def _after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return with_host_copies(state_dict, self._rest.read(self._members.pieces))
 
-    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        if self._on_shards is not None:
+            self._on_shards.begin_loading()
+            return None
         members = self._members
         members.refuse_fork()
         self._settle(is_loading=True)
@@ -416,6 +430,9 @@ class StateOffload(NotCopied, EnteredOnce):
         return {**state_dict, "state": {}}
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._on_shards is not None:
+            self._on_shards.end_loading()
+            return
         loaded, self._loaded = self._loaded, None
         assert loaded is not None
         put_states(loaded, optimizer, self._members, self._rest.torch_device)
@@ -431,7 +448,8 @@ class StateOffload(NotCopied, EnteredOnce):
 
     def stats(self) -> StateStats:
         """Return the bytes moved so far, and the present memory."""
-        plan, slots, disk, shards = self.plan, self._slots, self._disk, self._on_shards
+        plan, slots, shards = self.plan, self._slots, self._on_shards
+        store = None if self._disk is None else self._disk.opened
         num_steps, host_step_s = self._stepping.num_steps if self._is_open else 0, 0.0 if slots is None else slots.host_step_s
         if shards is not None:
             num_steps, host_step_s = shards.num_steps, shards.host_step_s
@@ -447,8 +465,8 @@ class StateOffload(NotCopied, EnteredOnce):
             d2h_bytes=0 if slots is None else slots.d2h_bytes,
             host_step_s=host_step_s,
             disk_bytes=plan.disk_bytes,
-            disk_read_bytes=0 if disk is None else disk.read_bytes,
-            disk_written_bytes=0 if disk is None else disk.written_bytes,
+            disk_read_bytes=0 if store is None else store.read_bytes,
+            disk_written_bytes=0 if store is None else store.written_bytes,
         )
 
     def __repr__(self) -> str:

@@ -22,7 +22,7 @@ from memkit.errors import DiskError, StateOffloadError
 from memkit.plan import states as state_pieces
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.memory import StateSlots
-from memkit.states.on_disk import DiskRing
+from memkit.states.on_disk import DiskStates
 from memkit.transfer import ReferenceDisk, staging
 from memkit.transfer.disk import DiskStore, DiskTransfer
 from tests.refusing import PinLimit
@@ -147,9 +147,9 @@ def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyP
     model = make_net(device)
     optimizer = adamw(model)
     read, stepped, num_read = list[str](), list[str](), list[int]()
-    read_part, step_part = DiskRing.read, DeviceSteps.step
+    read_part, step_part = DiskStates.begin_read, DeviceSteps.step
 
-    def note_read(self: DiskRing, buffer: Any, layout: Any) -> None:
+    def note_read(self: DiskStates, buffer: Any, layout: Any) -> None:
         read.append(buffer.part.names)
         read_part(self, buffer, layout)
 
@@ -157,9 +157,9 @@ def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyP
         stepped.append(part.names)
         num_read.append(len(read))
         step_part(self, part, run)
-        self.disk.ring.end_writes()  # a disk that is fast
+        self.disk.end_writes()  # a disk that is fast
 
-    monkeypatch.setattr(DiskRing, "read", note_read)
+    monkeypatch.setattr(DiskStates, "begin_read", note_read)
     monkeypatch.setattr(DeviceSteps, "step", note_step)
     with _offload(optimizer, device, ReferenceDisk()) as states:
         train(model, optimizer, device, range(2), states=states)

@@ -20,7 +20,7 @@ import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, HostMemoryError, StateOffloadError
 from memkit.states.memory import HostStates
-from memkit.states.on_disk import DiskRing
+from memkit.states.on_disk import DiskStates
 from memkit.transfer import ReferenceDisk
 from tests.refusing import PinLimit
 from tests.states.cases import adamw, assert_same, assert_same_training, batch, cut, make_net, offload, train
@@ -363,19 +363,18 @@ def test_states_that_grow_past_what_was_planned(lasts: bool) -> None:
 def test_a_buffer_that_grows_keeps_its_bytes() -> None:
     device = ReferenceDevice()
     host = HostStates(device, limit_bytes=None)
-    ring = DiskRing(ReferenceDisk().open(2**20, device), device, host)
-    ring.add(2, 10000)
-    (buffer, _), held = ring.buffers, host.arena.held_bytes
+    states = DiskStates(ReferenceDisk(), device, host)
+    states.add_buffers(2, 10000)
+    (buffer, _), held = states.buffers, host.arena.held_bytes
     assert buffer.room.num_bytes == 2 * MIB
     assert buffer.room.whole is not None
     buffer.room.whole[:10000].fill_(7)
 
-    ring.grow(buffer, 3 * MIB)
+    states.grow(buffer, 3 * MIB)
 
     assert buffer.room.whole is not None
     assert buffer.room.whole[:10000].eq(7).all()
     assert host.arena.held_bytes == held + 2 * MIB
-    ring.store.close()
     host.close([])
 
 
@@ -443,7 +442,7 @@ def test_a_long_run_takes_no_more_than_a_short_one(when: str) -> None:
             if step in (8, 20) or step > 57:
                 gc.collect()
                 disk: Any = states._disk
-                taken = disk.ring.store.file.num_bytes, len(disk.ring.store.sizes), disk.ring.store.in_use_bytes > 0
+                taken = disk.store.file.num_bytes, len(disk.store.sizes), disk.store.in_use_bytes > 0
                 found.append((states.stats().host_bytes, num_own_threads(), *taken))
 
     assert len(set(found)) == 1

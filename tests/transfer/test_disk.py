@@ -294,34 +294,6 @@ def test_short_and_interrupted_calls_go_on(host: Host) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("call", ["add", "write", "read", "close"])
-def test_failure_nobody_waited_for_is_told_at_the_next_call(host: Host, call: str) -> None:
-    faults = Faults()
-    store = ReferenceDisk(fault=faults, is_late=False).open(MIB, host.device)
-    first, second = store.add("first", 5000), store.add("second", 5000)
-    store.write(second, host.span(5000))
-    store.wait(second)
-    faults.at = {faults.num_calls: OSError(errno.EIO, "broken")}
-    store.write(first, host.span(5000))
-    store._queue.wait(first.transfer)  # type: ignore[arg-type]
-    num_calls = faults.num_calls
-    calls: dict[str, Callable[[], object]] = {
-        "add": lambda: store.add("third", 1),
-        "write": lambda: store.write(second, host.span(5000)),
-        "read": lambda: store.read(second, host.span(5000)),
-        "close": store.close,
-    }
-
-    with pytest.raises(DiskError, match=r'writing "first".*broken'):
-        calls[call]()
-
-    assert faults.num_calls == num_calls, "nothing else was done"
-    with pytest.raises(DiskError, match=r'writing "first".*broken'):
-        store.wait(first)
-    store.close()
-    store.close()
-
-
 def test_file_without_room_for_the_new_bytes_beside_the_old(host: Host) -> None:
     store = ReferenceDisk().open(3 * PAGE, host.device)
     copy = store.add("chunk", 2 * PAGE)
