@@ -132,8 +132,8 @@ class BackwardSteps(Accumulating):
         if self.num_accumulating:
             return
         if self._end is None or self._end.is_over:
-            self._end = backwards.on_end(weakly(self._let_go), among=self._ends)
-            if self._has_failed and not self._leaving and self._are_zeroed():
+            self._end = backwards.on_end(weakly(self._end_backward), among=self._ends)
+            if self._has_failed and self._are_zeroed():
                 self._end_step()
             self.check_options()
             self._follow_groups()
@@ -202,11 +202,22 @@ class BackwardSteps(Accumulating):
         self._held_bytes += gradient.nbytes
         return stepped
 
-    def _let_go(self, has_failed: bool = False) -> None:
-        """Let the current stream, and the gradients' streams, wait for all steps."""
-        if has_failed and not self.is_whole_step and not self._has_failed:
+    def _end_backward(self, has_failed: bool) -> None:
+        """Have parameters be stepped for their next reader or writer, also those that the host steps."""
+        if has_failed and not self._has_failed:
             self._has_failed = True
             self._behind_failure.ahead_of_all_forwards(weakly(self._before_forward, when_gone=self._behind_failure.remove))
+        try:
+            self._join_host()
+        except StateOffloadError as error:
+            if not has_failed:
+                raise
+            self._stepping.untold = error
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Let the current stream, and the gradients' streams, wait for all steps."""
         device, current = self._device, self._device.current_stream()
         for entry in tuple(self._held):  # a backward that has failed may end in its own thread, beside a step
             self._let_go_of(entry)
@@ -259,20 +270,25 @@ class BackwardSteps(Accumulating):
         self._fetch_ahead(coming)
 
     def join(self) -> None:
-        """Wait for steps on the host, and begin the copies of their parameters back."""
-        if self._ends and torch_private.backward_task() == -1:  # one that has failed may yet step something
+        """Wait for a backward that has failed, or whose end was interrupted, and may yet step something."""
+        if self._ends and torch_private.backward_task() == -1:
             backwards.join(self._ends)
         try:
-            if self._leaving:
-                self._stepping.is_broken = True  # on any error `mend` copies the parameters back
-                self._device.wait_event(self._stream, self._device.record_event(timed=False))  # it may still read parameters
-                with self._device.on_stream(self._stream):
-                    try:
-                        self._stepping.join(list(self._leaving))
-                    finally:
-                        self._leaving.clear()
+            self._join_host()
         finally:
             self._let_go()
+
+    def _join_host(self) -> None:
+        """Wait for steps on the host, and begin the copies of their parameters back."""
+        if not self._leaving:
+            return
+        self._stepping.is_broken = True  # on any error `mend` copies the parameters back
+        self._device.wait_event(self._stream, self._device.record_event(timed=False))  # it may still read parameters
+        with self._device.on_stream(self._stream):
+            try:
+                self._stepping.join(list(self._leaving))
+            finally:
+                self._leaving.clear()
 
     def _begin(self, piece: Piece) -> None:
         self._begun.append(piece)

@@ -314,6 +314,8 @@ class StateOffload(NotCopied, EnteredOnce):
             if not is_loading:
                 raise
             warn_user(f"StateOffload: {error}")
+        if self._overlap is not None:
+            self._overlap.refuse_foreign_writes()
         told = [piece for piece in self._members.pieces if piece.lost is not None] if is_loading else []
         if self._stepping.is_broken:
             (self._in_backward or self._stepping).mend(self._members.pieces)
@@ -329,6 +331,8 @@ class StateOffload(NotCopied, EnteredOnce):
         """Wait for the last step, with `overlap_forward=True`: the caller then reads new parameters and states."""
         if not self._is_closed:
             self._wait()
+            if self._overlap is not None:
+                self._overlap.refuse_foreign_writes()
 
     def _wait(self) -> None:
         """Wait until stepped states are in host memory, for readers there."""

@@ -23,6 +23,7 @@ from tests.states.cases import (
     assert_same,
     assert_same_training,
     batch,
+    cut,
     is_same,
     make_net,
     offload,
@@ -96,24 +97,74 @@ def test_a_second_backward_without_accumulate_is_refused(device: Device) -> None
         optimizer.step()
 
 
+def _load_model(model: nn.Module, other: nn.Module, *, by_data: bool = False) -> None:
+    if by_data:
+        for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.data.copy_(value.data)
+    else:
+        model.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("ends", "loads"),
+    [
+        ("backward", "optimizer, model"),
+        *((ends, loads) for ends in ("backward", "failed backward") for loads in ("model, optimizer", "data, optimizer")),
+        ("step", "model, optimizer"),
+    ],
+)
 @pytest.mark.parametrize("way", [way for way in WAYS if "backward" in way])
-@pytest.mark.parametrize("is_behind_backward", [False, True])
-def test_loading_between_a_backward_and_the_next(device: Device, way: str, is_behind_backward: bool) -> None:
+def test_loading_between_steps(device: Device, way: str, ends: str, loads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that was stepped before overwrites what is loaded, wherever it was stepped."""
     skip_host_steps(device, way)
+    cut(monkeypatch)
     nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in nets]
     with offload(optimizers[1], device, **WAYS[way]) as states:
         train(nets[0], optimizers[0], device, range(3))
         train(nets[1], optimizers[1], device, range(5, 7), states=states)
-        if is_behind_backward:
+        if ends == "failed backward":
+            handle = nets[1].layers[0].weight.register_hook(_fail)
+            with pytest.raises(ArithmeticError):
+                nets[1](batch(device, 8)).square().mean().backward()
+            handle.remove()
+        elif ends == "backward":
             nets[1](batch(device, 8)).square().mean().backward()
-        states.wait()  # else the host's steps would come back behind the loaded states
-        nets[1].load_state_dict(nets[0].state_dict())
-        optimizers[1].load_state_dict(optimizers[0].state_dict())
+        for what in loads.split(", "):
+            if what == "optimizer":
+                optimizers[1].load_state_dict(optimizers[0].state_dict())
+            else:
+                _load_model(nets[1], nets[0], by_data=what == "data")
         optimizers[1].zero_grad()
         train(nets[0], optimizers[0], device, range(3, 5))
         train(nets[1], optimizers[1], device, range(3, 5), states=states)
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise ArithmeticError("the test's own")
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "backward" in way])
+def test_parameters_are_stepped_once_the_backward_is_over(device: Device, way: str) -> None:
+    """So may they be read, and written to, ahead of `optimizer.step()`."""
+    skip_host_steps(device, way)
+    nets = [make_net(device), make_net(device)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in nets]
+    with offload(optimizers[1], device, **WAYS[way]):
+        for number in range(3):
+            for net, own in zip(nets, optimizers, strict=True):
+                net(batch(device, number)).square().mean().backward()
+                if net is nets[0]:
+                    own.step()
+            assert_same(nets[0].state_dict(), nets[1].state_dict())
+            for net in nets:
+                net.head.weight.data.clamp_(-0.1, 0.1)
+                nn.utils.vector_to_parameters(0.5 * nn.utils.parameters_to_vector(net.parameters()), net.parameters())
+            optimizers[1].step()
+            for own in optimizers:
+                own.zero_grad()
+            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
 def test_a_learning_rate_set_behind_the_backward_is_refused(device: Device) -> None:
@@ -183,26 +234,24 @@ class Gate:
         return self
 
 
-def test_a_backward_does_not_wait_for_the_host(device: Device) -> None:
+def test_no_gradient_waits_for_the_host(device: Device) -> None:
     nets = [make_net(device), make_net(device)]
     optimizers = [torch.optim.AdamW(nets[0].parameters(), fused=True), Slow(nets[1].parameters())]
     if device.torch_device.type != "cpu":
         pytest.skip("the plain steps differ from the host's in last bits")
     with offload(optimizers[1], device, when="backward", update="host"):
+        gate = optimizers[1].gate.is_open
+        nets[1].layers[0].weight.register_hook(lambda _: gate.set())  # the last layer to have a gradient
         for step in range(3):
             train(nets[0], optimizers[0], device, [step])
-            before = [parameter.detach().clone() for parameter in nets[1].parameters()]
-            optimizers[1].gate.is_open.clear()
-            nets[1](batch(device, 10 * step)).square().mean().backward()
-            assert_same(before, [parameter.detach() for parameter in nets[1].parameters()])
-            optimizers[1].gate.is_open.set()
-            optimizers[1].step()
-            optimizers[1].zero_grad()
+            gate.clear()
+            train(nets[1], optimizers[1], device, [step])
             assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
-@pytest.mark.parametrize("has_states", [False, True])
-def test_an_error_on_the_host_is_raised_by_the_step(device: Device, has_states: bool) -> None:
+@pytest.mark.parametrize(("has_states", "fails_itself"), [(False, False), (True, False), (False, True)])
+def test_an_error_on_the_host_is_raised_by_the_backward(device: Device, has_states: bool, fails_itself: bool) -> None:
+    """Or by the step, if the backward fails for another reason."""
     model = make_net(device)
     optimizer = FailsOnHost(model.parameters())
     with offload(optimizer, device, when="backward", update="host") as states:
@@ -211,10 +260,14 @@ def test_an_error_on_the_host_is_raised_by_the_step(device: Device, has_states: 
         before = [parameter.detach().clone() for parameter in model.parameters()]
         saved = copy.deepcopy(optimizer.state_dict())
         optimizer.told["fails"] = 3
-        model(batch(device, 5)).square().mean().backward()
+        if fails_itself:
+            handle = model.layers[0].weight.register_hook(_fail)
+            with pytest.raises(ArithmeticError, match="the test's own"):
+                model(batch(device, 5)).square().mean().backward()
+            handle.remove()
         with pytest.raises(StateOffloadError, match=r"the step of .* on the host has failed: ArithmeticError: no") as caught:
-            optimizer.step()
-        assert sum(not is_same(*pair) for pair in zip(before, model.parameters(), strict=True)) == 8
+            optimizer.step() if fails_itself else model(batch(device, 5)).square().mean().backward()
+        assert sum(not is_same(*pair) for pair in zip(before, model.parameters(), strict=True)) == 8 - fails_itself
         assert isinstance(caught.value.__cause__, ArithmeticError)
         if has_states:
             with pytest.raises(StateOffloadError, match=r"they are lost\. Load a checkpoint"):
@@ -327,13 +380,10 @@ def test_a_failed_step_on_the_host_is_told_of_though_an_interrupt_came_first(
 
     with offload(optimizer, device, update="host", **options) as states:
         optimizer.told["fails"] = 1
-        model(batch(device, 0)).square().mean().backward()
-        if "overlap_forward" in options:
-            optimizer.step()
         with monkeypatch.context() as patch:
             patch.setattr(host_steps.HostSteps, "join", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                states.wait()
+                train(model, optimizer, device, range(2), states=states)
         with pytest.raises(StateOffloadError, match=r"the step of .* on the host has failed: ArithmeticError: no"):
             optimizer.step()
         optimizer.step()

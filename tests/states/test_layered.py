@@ -254,6 +254,24 @@ def test_states_are_there_once_the_backward_is_over(device: Device) -> None:
     both.close()
 
 
+@pytest.mark.parametrize("loads", ["model, optimizer", "optimizer, model"])
+@pytest.mark.parametrize("options", [{}, {"num_slots": 2, "disk": ReferenceDisk(seed=3)}], ids=["host", "disk"])
+def test_loading_between_steps(device: Device, options: dict[str, Any], loads: str) -> None:
+    both = Both(device, **options)
+    for _ in range(2):
+        both.step()
+    both.model(both.batch()).square().mean().backward()
+    for what in loads.split(", "):
+        if what == "model":
+            both.model.load_state_dict(both.plain.state_dict())
+        else:
+            both.optimizer.load_state_dict(copy.deepcopy(both.plain_optimizer.state_dict()))
+    for _ in range(2):
+        both.step()
+    both.assert_same_training()
+    both.close()
+
+
 def test_states_that_stay_on_the_device(device: Device) -> None:
     both = Both(device, device_budget="1MiB")
     for _ in range(2):
