@@ -28,9 +28,7 @@ _HOST = torch.device("cpu")
 
 
 class StatesAtRest:
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, device: Device, host: HostStates, disk: DiskStates | None = None
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, device: Device, host: HostStates, disk: DiskStates) -> None:
         self._optimizer = optimizer
         self._device = device
         self._host = host
@@ -124,7 +122,6 @@ class StatesAtRest:
         if piece.left is not None:
             self._device.synchronize(piece.left)
         if standing:
-            assert self._disk is not None
             for _, found in self._disk.read([piece]):
                 for number, entries, name in standing:
                     entries[name] = found[number][name]
@@ -188,7 +185,6 @@ class StatesAtRest:
     def _put_on_disk(
         self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: list[dict[str, Tensor]]
     ) -> None:
-        assert self._disk is not None
         if num_bytes:
             entries = self._optimizer.state.get(piece.records[0].parameter) or {}
             self._disk.put(piece, tensors, num_bytes, rows, entries)
@@ -198,7 +194,7 @@ class StatesAtRest:
 
     def read(self, pieces: Iterable[Piece]) -> dict[OnDisk, Tensor]:
         stored = [piece for piece in pieces if piece.plan.is_on_disk and piece.layout is not None]
-        if not stored or self._disk is None:
+        if not stored:
             return {}
         refuse_without_room(sum(piece.plan.state_bytes for piece in stored))
         found: dict[OnDisk, Tensor] = {}
@@ -268,7 +264,7 @@ class StatesAtRest:
 
     def _found_in(self, piece: Piece, rows: Sequence[Mapping[str, Any]]) -> Rows:
         """Return the states of a piece, from the disk if they are there, but for unreadable ones, which are lost."""
-        if self._disk is None or not piece.plan.is_on_disk or piece.layout is None:
+        if not piece.plan.is_on_disk or piece.layout is None:
             return rows
         for is_again in (False, True):  # of the first time the error may be another's
             try:

@@ -153,7 +153,7 @@ class BackwardSteps(Accumulating):
             self.mend(self._pieces)
         run = stepping.unfinished
         if run is None:
-            self._on_device.tidy(self._pieces)
+            self._on_device.disk.tidy(self._pieces)
             are_late = any(piece.plan.update is Update.HOST for piece in self._pieces)  # stepped behind the backward perhaps
             run = stepping.unfinished = OneStep(self._optimizer, copies=are_late)
             run.note_options()
@@ -261,7 +261,7 @@ class BackwardSteps(Accumulating):
             self._on_host.start(part, run)
             return
         coming = self._coming_after(part)
-        self._on_device.read_ahead([part, *coming])
+        self._on_device.disk.read_ahead([part, *coming])
         if part not in self._begun:
             self._make_room(part)
             self._begin(part)
@@ -429,7 +429,7 @@ class LayeredSteps(BackwardSteps):
             with suppress(StateOffloadError):  # the next step raises it
                 self.mend(self._pieces)
         self.join()
-        self._on_device.wait()  # a loop need not call `step()`, which waits: `optimizer.state` is then up to date
+        self._on_device.slots.wait()  # a loop need not call `step()`, which waits: `optimizer.state` is then up to date
         for piece in self._pieces:
             piece.leave_parameters()
         run = self._stepping.unfinished

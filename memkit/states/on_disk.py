@@ -72,10 +72,10 @@ class DiskStates:
     is has no other part any more: so one buffer is left for it.
     """
 
-    def __init__(self, disk: Disk, device: Device, host: HostStates) -> None:
+    def __init__(self, disk: Disk | None, device: Device, host: HostStates) -> None:
         self._disk, self._device, self._host = disk, device, host
         self.opened: DiskStore | None = None
-        """None while nothing is planned to be there."""
+        """None while nothing is planned to be there, as without a disk."""
         self.buffers: list[Buffer] = []
         self._writes = itertools.count()
         self._planned: list[int] = []
@@ -92,6 +92,7 @@ class DiskStates:
         planned = [*self._planned, *sizes]
         num_bytes = disk_bytes(planned, num_written_at_once=NUM_BUFFERS)
         if self.opened is None:
+            assert self._disk is not None
             self.opened = self._disk.open(num_bytes, self._device)
         self._make_room(num_bytes)
         self.add_buffers(min(NUM_BUFFERS, len(planned)) - len(self.buffers), max(planned))
@@ -99,6 +100,7 @@ class DiskStates:
 
     def _make_room(self, num_bytes: int) -> None:
         if self.store.file.num_bytes < num_bytes:
+            assert self._disk is not None
             self._disk.extend(self.store, num_bytes)
 
     # Buffers

@@ -97,10 +97,9 @@ class ShardSteps(Accumulating):
             self._members.try_out()
         before = {id(record.parameter): record for record in self._records()}
         found = defaultdict[ReducedLayer, list[StateRecord]](list)
-        places = [(number, position) for number, ids in enumerate(known) for position in range(len(ids))]
-        for place, new in zip(places, self._members.records(), strict=True):
+        for new in self._members.records():
             record = before.pop(id(new.parameter), new)
-            record.group, record.position = place
+            record.group, record.position = new.group, new.position
             found[layers[id(record.parameter)]].append(record)
         for record in before.values():
             record.group = -1

@@ -195,7 +195,7 @@ class StateOffload(NotCopied, EnteredOnce):
         self._on_shards = None if gathers is None else ShardSteps(optimizer, self._members, gathers)
         self._overlap = ForwardOverlap(optimizer, self.device, in_order=self._members.draws) if overlap_forward else None
         self._host = HostStates(self.device, limit_bytes=limit_bytes)
-        self._disk = None if disk is None else DiskStates(disk, self.device, self._host)
+        self._disk = DiskStates(disk, self.device, self._host)
         self._slots: StateSlots | None = None
         self._is_open = False
         """Whether states may have moved."""
@@ -284,7 +284,7 @@ class StateOffload(NotCopied, EnteredOnce):
         if self._in_backward is not None and self._in_backward.end():
             is_rest = True
         run = (stepping.unfinished if is_rest else None) or OneStep(self.optimizer, copies=self._overlap is not None)
-        self._on_device.tidy(members.pieces)
+        self._disk.tidy(members.pieces)
         due = members.find_due(leaves_done=is_rest)
         refuse_gradients([record for piece in due for record in piece.due])
         self._rest.adopt_due(due, members.pieces)
@@ -376,8 +376,7 @@ class StateOffload(NotCopied, EnteredOnce):
 
     def _open(self, pieces: list[Piece]) -> None:
         """Set host memory aside for pieces, and move existing states there."""
-        if self._disk is not None:
-            self._disk.reserve([piece.plan for piece in pieces])
+        self._disk.reserve([piece.plan for piece in pieces])
         self._host.reserve([piece for piece in pieces if not piece.plan.is_resident and not piece.plan.is_on_disk])
         self._on_host.reserve([piece for piece in pieces if piece.plan.update is Update.HOST])
         for piece in pieces:
@@ -452,8 +451,7 @@ class StateOffload(NotCopied, EnteredOnce):
 
     def stats(self) -> StateStats:
         """Return the bytes moved so far, and the present memory."""
-        plan, slots, shards = self.plan, self._slots, self._on_shards
-        store = None if self._disk is None else self._disk.opened
+        plan, slots, shards, store = self.plan, self._slots, self._on_shards, self._disk.opened
         num_steps, host_step_s = self._stepping.num_steps if self._is_open else 0, 0.0 if slots is None else slots.host_step_s
         if shards is not None:
             num_steps, host_step_s = shards.num_steps, shards.host_step_s
@@ -509,8 +507,7 @@ class StateOffload(NotCopied, EnteredOnce):
             self._on_device.close(self._members.pieces)
         self._is_closed = True
         release(self.optimizer, self)
-        if self._disk is not None:
-            self._disk.close()
+        self._disk.close()
         self._host.close(self._members.pieces)
         if self._slots is not None:
             self._slots.close()

@@ -143,7 +143,7 @@ class Stepping:
     def _step_on_device(self, parts: Sequence[Piece], run: OneStep, note_stepped: Callable[[Piece], object]) -> None:
         num_begun = 0
         for number, part in enumerate(parts):
-            self._on_device.read_ahead(parts, number)
+            self._on_device.disk.read_ahead(parts[number:])
             num_begun = self._begin(self._on_device, parts, num_begun)
             if num_begun == number:  # it is not there yet
                 self._on_device.begin(part)
