@@ -6,7 +6,6 @@ import os
 import stat
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -71,26 +70,8 @@ class DiskTransfer:
         self.error = self.error or error
 
 
-class DiskQueue(ABC):
-    @abstractmethod
-    def put(self, transfer: DiskTransfer) -> None:
-        """Queue a transfer, without a wait."""
-
-    @abstractmethod
-    def wait(self, transfer: DiskTransfer) -> None:
-        """Wait until a transfer is over."""
-
-    @abstractmethod
-    def cancel(self, transfer: DiskTransfer) -> None:
-        """End a transfer, queued or not: wait for its blocks under way; no others move."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End all transfers, and then every thread. May be called again."""
-
-
-class DiskThreads(DiskQueue):
-    """A queue that a few threads work off side by side, several on one transfer."""
+class DiskQueue:
+    """Transfers that a few threads work off side by side, several on one transfer."""
 
     def __init__(self, num_threads: int) -> None:
         self._changed = threading.Condition(threading.Lock())
@@ -109,6 +90,7 @@ class DiskThreads(DiskQueue):
         return self._changed
 
     def put(self, transfer: DiskTransfer) -> None:
+        """Queue a transfer, without a wait."""
         assert not self._is_closed
         with self._of_this_process():
             self._waiting.append(transfer)
@@ -120,6 +102,7 @@ class DiskThreads(DiskQueue):
             self._changed.wait_for(lambda: transfer.is_over)
 
     def cancel(self, transfer: DiskTransfer) -> None:
+        """End a transfer, queued or not: wait for its blocks under way; no others move."""
         with self._of_this_process():
             transfer.error = transfer.error or KeyboardInterrupt()
             if transfer in self._waiting:
@@ -127,6 +110,7 @@ class DiskThreads(DiskQueue):
             self._changed.wait_for(lambda: transfer.is_over)
 
     def close(self) -> None:
+        """End all transfers, and then every thread. May be called again."""
         if os.getpid() != self._process:
             return  # a fork has no threads, and perhaps a lock that one of them held
         with self._changed:
@@ -343,7 +327,7 @@ class DiskStore:
         what = f'{"reading" if is_read else "writing"} "{copy.name}" ({format_bytes(copy.num_bytes)})'
         blocks = cut_in_blocks(ranges, span.pieces, block_bytes=self._block_bytes)
         self._beginning = self._moving[id(copy)] = copy
-        copy.transfer = DiskTransfer(what, blocks, self.file.read if is_read else self.file.write, begin, is_read=is_read)
+        copy.transfer = DiskTransfer(what, blocks, partial(self.file.move, is_read=is_read), begin, is_read=is_read)
         self._queue.put(copy.transfer)
         self._beginning = None
 
@@ -508,4 +492,4 @@ class Disk:
         return ScratchFile(self.directory, num_bytes)
 
     def _make_queue(self, num_threads: int) -> DiskQueue:
-        return DiskThreads(num_threads)
+        return DiskQueue(num_threads)

@@ -15,6 +15,7 @@ from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.states.at_rest import StatesAtRest
 from memkit.states.memory import HostStates
+from memkit.states.on_disk import DiskStates
 from memkit.states.pieces import Piece, StateRecord
 from tests.states.cases import Odd, assert_same, offload
 
@@ -211,7 +212,8 @@ def test_states_without_dimensions_go_back_to_where_the_parameter_is(device: Dev
     record.group = record.position = 0
     sizes = {"parameter_bytes": 512, "gradient_bytes": 512, "sent_bytes": 1024, "state_bytes": 0, "numel": 1}
     plan = StatePiece(parameters=(0,), slot=0, update=Update.HOST, **sizes)
-    rest = StatesAtRest(optimizer, device, HostStates(device, limit_bytes=None))
+    host = HostStates(device, limit_bytes=None)
+    rest = StatesAtRest(optimizer, device, host, DiskStates(None, device, host))
 
     rest.give_back([Piece(plan, [record])])
 
