@@ -218,14 +218,6 @@ def test_a_second_one_is_refused_while_the_first_is_open(device: Device) -> None
     offload(optimizer, device).close()
 
 
-def test_one_that_could_not_be_made_does_not_count() -> None:
-    optimizer = torch.optim.AdamW(make_net(ReferenceDevice()).parameters())
-    with pytest.raises(BudgetInfeasible):
-        offload(optimizer, ReferenceDevice(), device_budget="600B")
-
-    offload(optimizer, ReferenceDevice()).close()
-
-
 def test_the_same_parameter_twice() -> None:
     first, second = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
     with pytest.warns(UserWarning, match="duplicate parameters"):

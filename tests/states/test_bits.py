@@ -73,19 +73,6 @@ def test_states_are_in_host_memory_between_steps(device: Device) -> None:
                 assert entries[name].untyped_storage().nbytes() == entries[name].nbytes
 
 
-@pytest.mark.parametrize("budget", [0, 8192, "1GiB"])
-def test_what_fits_stays(device: Device, budget: int | str) -> None:
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (plain, model))
-
-    with offload(optimizer, device, device_budget=budget) as states:
-        train(plain, plain_optimizer, device, range(4))
-        train(model, optimizer, device, range(4))
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-        assert states.plan.resident_bytes <= (8192 if budget == 8192 else 2**30 * bool(budget))
-        assert (states.plan.host_bytes > 0) == (budget != "1GiB")
-
-
 def test_nothing_to_offload_moves_nothing(device: Device) -> None:
     model = make_net(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

@@ -19,7 +19,6 @@ from torch import nn
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, StateOffloadError
-from memkit.plan import states as state_pieces
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.memory import StateSlots
 from memkit.states.on_disk import DiskStates
@@ -170,13 +169,6 @@ def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyP
         assert read == stepped
         assert num_read == [4, 5, 6, 7, 8, 9, 9, 9, 9]
         optimizer.step()
-
-
-def test_no_more_parts_are_on_their_way_than_there_are_buffers() -> None:
-    assert state_pieces._NUM_SLOTS <= state_pieces.NUM_BUFFERS
-
-
-# Saving and loading
 
 
 # What goes wrong

@@ -24,7 +24,6 @@ from memkit.states.on_disk import DiskStates
 from memkit.transfer import ReferenceDisk
 from tests.refusing import PinLimit
 from tests.states.cases import adamw, assert_same, assert_same_training, batch, cut, make_net, offload, train
-from tests.states.test_faults import Compared, assert_old_or_new, snapshot
 from tests.threads import num_own_threads
 
 MIB = 2**20
@@ -273,25 +272,6 @@ def test_a_disk_that_fails_when_states_are_put_there(at: int, lasts: bool) -> No
     assert_same_training(plain, plain_optimizer, model, optimizer)
 
 
-def test_a_write_that_fails_is_made_again_at_the_next_step() -> None:
-    device, faults = ReferenceDevice(), Faults()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = adamw(plain), adamw(model)
-    with offload(optimizer, device, disk=ReferenceDisk(fault=faults, is_late=False)):
-        for step in range(6):
-            train(plain, plain_optimizer, device, [step])
-            model(batch(device, 10 * step)).square().mean().backward()
-            faults.arm("write", 3, errno.ENOSPC, lasts=False)
-            while True:
-                try:
-                    optimizer.step()
-                    break
-                except DiskError as error:
-                    assert error.errno == errno.ENOSPC  # noqa: PT017
-            optimizer.zero_grad()
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-
-
 @pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")
 def test_states_that_are_cleared_while_they_can_not_be_written() -> None:
     device, faults = ReferenceDevice(), Faults()
@@ -394,20 +374,6 @@ def test_a_disk_that_can_not_be_read_at_the_end() -> None:
     faults.disarm()
     train(model, optimizer, device, range(3, 5))
     assert len(optimizer.state) == 9
-
-
-def test_a_disk_that_takes_no_more_writes() -> None:
-    """All can still be saved, and is there once closed."""
-    faults = Faults()
-    compared = Compared(ReferenceDevice(), "disk", disk=ReferenceDisk(fault=faults))
-    compared.backward()
-    faults.arm("write", 0, errno.ENOSPC, lasts=True)
-    for _ in range(2):
-        with pytest.raises((DiskError, StateOffloadError)):
-            compared.step()
-    compared.assert_whole()
-    compared.states.close()
-    assert_old_or_new(snapshot(compared.model, compared.optimizer), compared.old, compared.new)
 
 
 def test_a_state_dict_that_can_not_be_read() -> None:

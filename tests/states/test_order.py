@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy
@@ -11,33 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from memkit.device import ReferenceDevice
-from memkit.states import device_steps
+from memkit.states.device_steps import DeviceSteps
 from tests.states.cases import offload
 from tests.states.test_overlap import Drawing
 from tests.states.test_trial import Momentum
-
-
-@pytest.mark.parametrize("draws", [False, True])
-def test_what_stays_comes_between_what_moves_unless_steps_draw(draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, sizes = ReferenceDevice(), [8, 8, 8, 8, 64]
-    rows = [[nn.Parameter(torch.ones(size, 32)) for size in sizes] for _ in range(2)]
-    optimizers = [Drawing(row, lr=0.1, momentum=0.9) if draws else torch.optim.AdamW(row) for row in rows]
-    stepped, step = list[str](), device_steps.DeviceSteps.step
-    monkeypatch.setattr(
-        device_steps.DeviceSteps, "step", lambda self, piece, run: (stepped.append(piece.names), step(self, piece, run))[1]
-    )
-    with offload(optimizers[1], device, device_budget=64 * 32 * (4 if draws else 8)) as states:
-        assert [piece.is_resident for piece in states.plan.pieces] == [False, False, False, False, True]
-        for number in range(3):
-            for row, optimizer in zip(rows, optimizers, strict=True):
-                torch.manual_seed(number)
-                for parameter in row:
-                    parameter.grad = torch.randn_like(parameter)
-                optimizer.step()
-
-        order = (0, 1, 2, 3, 4) if draws else (0, 1, 4, 2, 3)
-        assert stepped[-5:] == [f"parameter 0.{index}" for index in order]
-        assert all(map(torch.equal, *rows))
 
 
 class _DrawsForLarge(Momentum):
@@ -89,6 +67,21 @@ def _step_alike(rows: list[list[nn.Parameter]], optimizers: list[Any], number: i
         for parameter in row:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_what_stays_comes_between_what_moves_unless_steps_draw(draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, optimizers = _rows_and_optimizers(partial(Drawing, lr=0.1, momentum=0.9) if draws else torch.optim.AdamW)
+    stepped, step = list[str](), DeviceSteps.step
+    monkeypatch.setattr(DeviceSteps, "step", lambda self, piece, run: (stepped.append(piece.names), step(self, piece, run))[1])
+    with offload(optimizers[1], ReferenceDevice(), device_budget=512 * 32 * (4 if draws else 8)) as states:
+        assert [piece.is_resident for piece in states.plan.pieces] == [False] * 4 + [True]
+        for number in range(3):
+            _step_alike(rows, optimizers, number)
+
+        order = (0, 1, 2, 3, 4) if draws else (0, 1, 4, 2, 3)
+        assert stepped[-5:] == [f"parameter 0.{index}" for index in order]
+        assert all(map(torch.equal, *rows))
 
 
 @pytest.mark.parametrize("kind", [_DrawsForLarge, _HasGenerator, _HasNumpys])

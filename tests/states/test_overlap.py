@@ -16,7 +16,6 @@ from memkit.errors import RaceError, StateOffloadError
 from memkit.states import device_steps, host_steps
 from tests.states.cases import (
     FailsOnHost,
-    ScheduleFree,
     assert_same,
     assert_same_training,
     batch,
@@ -353,18 +352,3 @@ def test_an_error_on_the_host_is_raised_by_what_waits_for_it(ends: str) -> None:
         states.wait()
     device.synchronize()
     assert not device.races
-
-
-def test_closing_waits_for_the_host() -> None:
-    device = ReferenceDevice()
-    nets = [make_net(device), make_net(device)]
-    optimizers = [ScheduleFree(net.parameters()) for net in nets]
-    states = offload(optimizers[1], device, overlap_forward=True, update="host")
-    for net, own in zip(nets, optimizers, strict=True):
-        for step in range(3):
-            net(batch(device, step)).square().mean().backward()
-            own.step()
-            own.zero_grad()
-            own.param_groups[0]["lr"] *= 0.5
-    states.close()
-    assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])

@@ -280,20 +280,6 @@ def test_every_chunk_is_old_or_new_whatever_fails(fails_at: dict[int, int], seed
     host.close()
 
 
-def test_short_and_interrupted_calls_go_on(host: Host) -> None:
-    faults = Faults({0: 5000, 1: 1, 2: InterruptedError(), 3: PAGE, 5: InterruptedError(), 6: 3 * PAGE + 1})
-    store = ReferenceDisk(fault=faults).open(MIB, host.device)
-    copy, span = store.add("chunk", 50_000), host.span(50_000)
-
-    store.write(copy, host.span(50_000, seed=1))
-    store.read(copy, span)
-    store.wait(copy)
-
-    assert torch.equal(bytes_of(span), filled(50_000, 1))
-    assert faults.num_calls > 8
-    store.close()
-
-
 def test_file_without_room_for_the_new_bytes_beside_the_old(host: Host) -> None:
     store = ReferenceDisk().open(3 * PAGE, host.device)
     copy = store.add("chunk", 2 * PAGE)
