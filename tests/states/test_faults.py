@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import memkit
 from memkit.device import ReferenceDevice
@@ -88,7 +89,7 @@ def _failing(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     return Failing
 
 
-def snapshot(model: Net, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, Any]]]:
     saved = optimizer.state_dict()["state"]  # which waits, and reads the disk
     return [
         (parameter.detach().clone(), copy.deepcopy(dict(saved.get(number) or {})))

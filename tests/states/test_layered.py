@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import re
 import weakref
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -19,13 +22,15 @@ import memkit
 from memkit.core import torch_private
 from memkit.device import Device, ReferenceDevice
 from memkit.device.clocks import ReferenceStream
-from memkit.errors import LayerOffloadError, StateOffloadError
+from memkit.errors import DiskError, LayerOffloadError, StateOffloadError
 from memkit.plan import LayerCosts, plan_streamed_ratio
 from memkit.states.in_backward import LayeredSteps
 from memkit.transfer import ReferenceDisk
 from memkit.weights import shares
 from tests.interrupts import hooks_around
 from tests.states.cases import ScheduleFree, assert_same, assert_same_training, cut, offload
+from tests.states.test_faults import ERRORS, Faulty, _failing, assert_old_or_new, snapshot
+from tests.states.test_on_disk import Faults
 from tests.weights.cases import RUNS, WIDTH, Block, Stack, inputs, only_lora
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -68,6 +73,7 @@ class Both:
         ratio: float | str = 1.0,
         num_slots: int = 3,
         dtype: torch.dtype = torch.float32,
+        plain_make: Make | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -80,7 +86,7 @@ class Both:
         self.optimizer = self.layers.optimizer
         self.states = memkit.StateOffload(self.optimizer, when="backward", device=device, **options)
         trained = [parameter for parameter in self.plain.parameters() if parameter.requires_grad]
-        self.plain_optimizer = make(trained)
+        self.plain_optimizer = (plain_make or make)(trained)
         self.plain_states: memkit.StateOffload | None = None
         if "master" in options:  # tests/states/test_master.py says what that is
             self.plain_states = offload(self.plain_optimizer, device, master=options["master"])
@@ -89,6 +95,9 @@ class Both:
     def batch(self) -> Tensor:
         (batch,) = inputs(self.device, 1)
         return (batch + self.num_steps / 100).to(self.dtype)
+
+    def backward(self, model: nn.Module) -> None:
+        model(self.batch()).float().square().mean().backward()
 
     def step(self, *, has_own: bool = False) -> None:
         """Train both for one step, and compare them."""
@@ -486,3 +495,191 @@ def test_parts_of_a_layer_are_stepped_in_backwards_of_their_own(device: Device) 
         both.step()
 
     both.close()
+
+
+# What goes wrong
+
+KINDS = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
+
+
+class Ahead(Both):
+    """The plain model is a step ahead."""
+
+    def __init__(
+        self,
+        device: ReferenceDevice,
+        kind: Any,
+        plain_kind: Any,
+        *,
+        has_master: bool = False,
+        has_states: bool = True,
+        disk: Any = None,
+    ) -> None:
+        options: dict[str, Any] = {"master": torch.float32, "dtype": torch.bfloat16} if has_master else {}
+        make, plain_make = partial(kind, lr=1e-2), partial(plain_kind, lr=1e-2)
+        super().__init__(device, make, plain_make=plain_make, model=Stack(3), num_slots=2, disk=disk, **options)
+        for _ in range(2 * has_states):
+            self.step_plain()
+        self.begin = copy.deepcopy((self.plain.state_dict(), self.plain_optimizer.state_dict()))
+        self.old = snapshot(self.plain, self.plain_optimizer)
+        self.step_plain()
+        self.new = snapshot(self.plain, self.plain_optimizer)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self.model.load_state_dict(self.begin[0])
+        self.optimizer.load_state_dict(copy.deepcopy(self.begin[1]))
+
+    def step(self, **_: Any) -> None:
+        self.backward(self.model)
+
+    def step_plain(self) -> None:
+        self.backward(self.plain)
+        self.plain_optimizer.step()
+        self.plain_optimizer.zero_grad()
+
+    def assert_whole(self) -> int:
+        """Assert that each parameter is old or new, with its states. Return how many are new."""
+        with torch.no_grad():
+            self.model(self.batch())  # which finishes interrupted work
+        return assert_old_or_new(snapshot(self.model, self.optimizer), self.old, self.new)
+
+    def assert_goes_on(self) -> None:
+        """Assert that the next step equals that of a plain model in the same state."""
+        self.plain.load_state_dict(self.model.state_dict())
+        self.plain_optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        self.step()
+        self.step_plain()
+        self.assert_same_training()
+
+    def close(self) -> None:
+        super().close()
+        self.device.synchronize()
+        assert not self.device.races  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(
+    name=st.sampled_from(sorted(KINDS)),
+    at=st.integers(1, 260),
+    error=st.sampled_from(ERRORS),
+    has_states=st.booleans(),
+    has_master=st.booleans(),
+    is_cut=st.booleans(),
+    disk=st.sampled_from([None, None, ReferenceDisk(), ReferenceDisk(seed=1), ReferenceDisk(is_late=False)]),
+)
+def test_a_fault_of_the_device(
+    name: str,
+    at: int,
+    error: type[BaseException],
+    has_states: bool,
+    has_master: bool,
+    is_cut: bool,
+    disk: memkit.Disk | None,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if is_cut:
+            cut(patch)
+        device, kind = Faulty(), KINDS[name]
+        trained = Ahead(device, kind, kind, has_master=has_master, has_states=has_states, disk=disk)
+        device.num_calls, device.fails_at = 0, {at: error("injected")}
+        try:
+            trained.step()
+        except (*ERRORS, StateOffloadError, LayerOffloadError):
+            device.fails_at = {}
+            trained.assert_whole()
+            trained.begin_anew()
+        device.fails_at = {}
+        trained.assert_goes_on()
+        trained.close()
+
+
+@pytest.mark.slow
+@pytest.mark.core(1)
+@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id=""),
+        pytest.param({"has_states": False}, id="new"),
+        pytest.param({"has_master": True}, id="master"),
+        pytest.param({"disk": ReferenceDisk()}, id="disk"),
+    ],
+)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_fault_of_the_optimizer(name: str, options: dict[str, Any], is_behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer fails in its step of a parameter, ahead of its last line or behind it: that parameter is unchanged."""
+    cut(monkeypatch)
+    kind: Any = _failing(KINDS[name])
+    trained = Ahead(ReferenceDevice(), kind, KINDS[name], **options)
+    kind.is_behind = is_behind
+    num_new = []
+    for at in (1, 4, 9):
+        trained.begin_anew()
+        kind.num_calls, kind.fails_at = 0, {at: ArithmeticError("no")}
+        with pytest.raises(ArithmeticError):
+            trained.step()
+        num_new.append(trained.assert_whole())
+        trained.optimizer.step()
+        assert trained.assert_whole() == num_new[-1]
+        assert trained.layers.stats().num_overflows == 0
+
+    assert num_new[0] == 0
+    assert num_new[2] > num_new[1] > 0 or num_new[2] > 0
+    trained.assert_goes_on()
+    trained.close()
+
+
+@pytest.mark.slow
+def test_large_parameter_whose_rest_fails_as_well_is_refused_until_states_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch)
+    kind: Any = _failing(torch.optim.AdamW)
+    trained = Ahead(ReferenceDevice(), kind, torch.optim.AdamW)
+    number = next(n for n, piece in enumerate(reversed(trained.states.plan.pieces)) if len(piece.windows) > 1)
+    kind.num_calls, kind.fails_at = 0, {number + at: ArithmeticError("no") for at in (2, 3)}
+    with pytest.raises(StateOffloadError, match="The rest failed: ArithmeticError: no"):
+        trained.step()
+    with pytest.raises(StateOffloadError, match=r"a part of the parameter.* Load a checkpoint"):
+        trained.step()
+
+    trained.begin_anew()
+    trained.assert_goes_on()
+    assert trained.layers.stats().num_overflows == 0
+    trained.close()
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(
+    what=st.sampled_from(["read", "write"]),
+    at=st.integers(0, 24),
+    number=st.sampled_from([errno.EIO, errno.ENOSPC]),
+    lasts=st.booleans(),
+    has_states=st.booleans(),
+    is_cut=st.booleans(),
+    is_late=st.booleans(),
+)
+def test_a_disk_that_fails(what: str, at: int, number: int, lasts: bool, has_states: bool, is_cut: bool, is_late: bool) -> None:
+    """Each weight is as before the step or as after it, with its states, and the next backward goes on."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_cut:
+            cut(patch)
+        faults = Faults()
+        disk = ReferenceDisk(fault=faults, is_late=is_late)
+        trained = Ahead(ReferenceDevice(), torch.optim.AdamW, torch.optim.AdamW, has_states=has_states, disk=disk)
+        faults.arm(what, at, number, lasts=lasts)
+        try:
+            trained.step()
+        except (DiskError, StateOffloadError, LayerOffloadError):
+            faults.disarm()
+            try:
+                trained.assert_whole()
+            except StateOffloadError as error:
+                assert is_cut
+                assert lasts
+                assert "a part of the parameter" in str(error)  # noqa: PT017
+                trained.begin_anew()  # its layer has left the slot: a checkpoint is loaded, as the error says
+        faults.disarm()
+        trained.assert_goes_on()
+        trained.close()
