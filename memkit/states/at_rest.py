@@ -35,11 +35,6 @@ class StatesAtRest:
         self._disk = disk
         self._has_warned = False
 
-    @property
-    def torch_device(self) -> torch.device:
-        """The device of the steps. Streaming parameters lie in host memory otherwise."""
-        return self._device.torch_device
-
     def is_at_home(self, piece: Piece) -> bool:
         """Tell whether `optimizer.state` has memkit's tensors alone, and a piece on a disk is cut there as it moves."""
         has_own = self._has_own(piece)
@@ -210,7 +205,7 @@ class StatesAtRest:
             entries = self._optimizer.state.get(record.parameter) or {}
             for name, value in entries.items():
                 if may_leave(value):
-                    entries[name] = moved_state(value, self.torch_device)
+                    entries[name] = moved_state(value, self._device.torch_device)
 
     def _make_masters(self, piece: Piece) -> None:
         for record in piece.records:

@@ -257,14 +257,7 @@ class DeviceSteps:
         layout = piece.layout
         if layout is not None and piece.may_lie_as_before() and self._is_as_laid_out(piece, layout, stepped):
             return layout
-        made = {id(record): entries for record, _, entries in stepped}
-        states: list[dict[str, Tensor]] = []
-        for index, record in enumerate(piece.records):
-            entries = made.get(id(record))
-            if entries is None:
-                states.append(dict(piece.views[index]) if layout is not None else {})
-            else:
-                states.append({name: value for name, value in entries.items() if may_leave(value)})
+        states = piece.leaving(piece.views, ((record, entries) for record, _, entries in stepped))
         tensors, num_bytes = pack(states)
         slot = self.slots.of(piece)
         copies = states

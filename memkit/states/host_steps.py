@@ -21,7 +21,7 @@ from memkit.plan.chunks import Residency
 from memkit.states.host_routes import WORD_BYTES, Route, Sections, WayBack, lie_as, traits_of
 from memkit.states.memory import HostStates, StateSlot, StateSlots
 from memkit.states.one_step import OneStep, Prepared
-from memkit.states.packing import MASTER, copy_state, may_leave, moved_state, pack
+from memkit.states.packing import MASTER, copy_state, moved_state, pack
 from memkit.states.pieces import Layout, Piece
 from memkit.states.shards import local_gradient, write_local
 from memkit.transfer.host_memory import Span
@@ -229,15 +229,8 @@ class HostSteps:
     def _lay_out(self, piece: Piece, made: list[dict[Any, Any]]) -> Layout | None:
         """Lay all states of a piece out in its host memory. Return the layout; None if there are none."""
         layout = piece.layout
-        rows: list[dict[str, Tensor]] = (
-            [dict(host) for host in layout.host] if layout is not None else [{} for _ in piece.records]
-        )
-        is_as_before = layout is not None and piece.may_lie_as_before()
-        for record, entries in zip(piece.due, made, strict=True):
-            leaving = {name: value for name, value in entries.items() if may_leave(value)}
-            is_as_before = is_as_before and lie_as(leaving, rows[record.index])
-            rows[record.index] = leaving
-        if is_as_before:
+        rows = piece.leaving(() if layout is None else layout.host, zip(piece.due, made, strict=True))
+        if layout is not None and piece.may_lie_as_before() and all(map(lie_as, rows, layout.host)):
             return layout
         tensors, num_bytes = pack(rows)
         with torch.inference_mode(False), torch.no_grad():

@@ -250,10 +250,6 @@ class BackwardSteps(Accumulating):
             self._held.remove(entry)
             self._held_bytes -= held[0].nbytes
 
-    def _forget_held(self) -> None:
-        self._held.clear()
-        self._held_bytes = 0
-
     def _step(self, part: Piece, run: OneStep) -> None:
         if part.plan.update is Update.HOST:
             self._leaving[part.whole] = None
@@ -362,7 +358,8 @@ class BackwardSteps(Accumulating):
         self._leaving.clear()
         with self._in_place():
             self._stepping.mend(pieces, goes_on=goes_on)  # the host waits for all of the device
-        self._forget_held()
+        self._held.clear()
+        self._held_bytes = 0
         for piece in pieces:
             (record,) = piece.records
             assert piece.residency is not Residency.STEPPING

@@ -414,6 +414,15 @@ class Piece:
                     entered.append((record.parameter, {**state[record.parameter], **host}))
         return entered
 
+    def leaving(
+        self, known: Iterable[Mapping[str, Tensor]], made: Iterable[tuple[StateRecord, Mapping[Any, Any]]]
+    ) -> list[dict[str, Tensor]]:
+        """Return the states that are copied, by parameter: those just made, or else the known ones."""
+        rows = [dict(row) for row in known] if self.layout is not None else [{} for _ in self.records]
+        for record, entries in made:
+            rows[record.index] = {name: value for name, value in entries.items() if may_leave(value)}
+        return rows
+
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         state = self.states_in(optimizer)
         for parameter, made in self.entered:

@@ -438,8 +438,8 @@ class StateOffload(NotCopied, EnteredOnce):
             return
         loaded, self._loaded = self._loaded, None
         assert loaded is not None
-        put_states(loaded, optimizer, self._members, self._rest.torch_device)
-        self._stepping.forget_failure()
+        put_states(loaded, optimizer, self._members, self.device.torch_device)
+        self._stepping.unfinished = self._stepping.untold = None
         for piece in self._members.pieces:
             piece.forget_loss()
         self._rest.separate(self._members.pieces)

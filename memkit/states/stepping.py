@@ -81,9 +81,6 @@ class Stepping:
             raise
         self.is_broken = False
 
-    def forget_failure(self) -> None:
-        self.unfinished = self.untold = None
-
     def _note_drawn(self) -> None:
         """Keep to the groups' order from now on: a step, or another thread, has drawn random numbers, and the trial none."""
         self._has_drawn = True

@@ -47,11 +47,13 @@ def test_gradients_are_let_go_within_the_backward(device: Device, update: str) -
         optimizer.step()
 
 
+@pytest.mark.parametrize("way", ["backward", "backward, host"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_beside_checkpoints(device: Device, reentrant: bool) -> None:
+def test_beside_checkpoints(device: Device, reentrant: bool, way: str) -> None:
+    skip_host_steps(device, way)
     nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[1], device, when="backward"):
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in nets]
+    with offload(optimizers[1], device, **WAYS[way]):
         for net, own in zip(nets, optimizers, strict=True):
             for step in range(3):
                 x = batch(device, step).requires_grad_()
