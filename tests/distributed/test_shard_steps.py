@@ -40,7 +40,7 @@ from tests.distributed.stepping import (
     trained,
 )
 from tests.engine import LateThread
-from tests.states.edits import Program
+from tests.states.test_group_edits import Program
 from tests.test_forks import RAISED, in_fork
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload.* without its fused kernel")
