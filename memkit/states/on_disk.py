@@ -52,9 +52,13 @@ class Buffer:
         """The number of its write: lower ones end first."""
 
     @property
-    def span(self) -> Span:
+    def chunk(self) -> DiskCopy:
         assert self.copy is not None
-        return self.room.part(0, self.copy.num_bytes)
+        return self.copy
+
+    @property
+    def span(self) -> Span:
+        return self.room.part(0, self.chunk.num_bytes)
 
 
 class DiskStates:
@@ -138,9 +142,8 @@ class DiskStates:
             return
         dirty = next(buffer for buffer in resting if buffer.holds is Holds.DIRTY)
         self._write(dirty)
-        assert dirty.copy is not None
         try:
-            self.store.wait(dirty.copy)
+            self.store.wait(dirty.chunk)
         except DiskError:
             dirty.holds = Holds.DIRTY
             raise
@@ -148,8 +151,7 @@ class DiskStates:
 
     def _free_written(self) -> None:
         for buffer in self._holding(Holds.WRITTEN):
-            assert buffer.copy is not None
-            transfer = buffer.copy.transfer
+            transfer = buffer.chunk.transfer
             if transfer is None or transfer.is_over:
                 self._end_write(buffer)
 
@@ -158,9 +160,8 @@ class DiskStates:
 
     def _end_write(self, buffer: Buffer, *, keeps: bool = False) -> None:
         """Wait for a write. Then the buffer is free, or keeps its bytes as if they were read."""
-        assert buffer.copy is not None
         try:
-            self.store.wait(buffer.copy)
+            self.store.wait(buffer.chunk)
         except DiskError:  # it is written again, and then its error is raised
             buffer.holds = Holds.DIRTY
             return
@@ -173,21 +174,19 @@ class DiskStates:
         for buffer in self._holding(Holds.WRITTEN):
             self._end_write(buffer)
 
-    def begin_read(self, buffer: Buffer, layout: Layout) -> None:
+    def begin_read(self, buffer: Buffer, part: Piece) -> None:
         """Begin to read a part to its buffer. The wait for it raises its errors."""
-        assert layout.copy is not None
-        buffer.copy = layout.copy
-        if buffer.room.num_bytes < layout.copy.num_bytes:
-            self.grow(buffer, layout.copy.num_bytes)
-        self.store.read(layout.copy, buffer.span)
+        chunk = buffer.copy = part.chunk
+        if buffer.room.num_bytes < chunk.num_bytes:
+            self.grow(buffer, chunk.num_bytes)
+        self.store.read(chunk, buffer.span)
         buffer.holds = Holds.READ
 
     def _write(self, buffer: Buffer) -> None:
         """Begin to write a buffer, once its bytes are there. The wait for it raises its errors."""
         assert buffer.part is not None
-        assert buffer.copy is not None
         left = buffer.part.left
-        self.store.write(buffer.copy, buffer.span, after=() if left is None else (left,))
+        self.store.write(buffer.chunk, buffer.span, after=() if left is None else (left,))
         buffer.number, buffer.holds = next(self._writes), Holds.WRITTEN
 
     def _end_transfer(self, buffer: Buffer) -> None:
@@ -243,7 +242,7 @@ class DiskStates:
             if buffer is None:
                 return
             if part.layout is not None:
-                self.begin_read(buffer, part.layout)
+                self.begin_read(buffer, part)
 
     def is_here(self, part: Piece) -> bool:
         """Tell whether a part may go to its slot without a wait for the disk."""
@@ -263,11 +262,10 @@ class DiskStates:
             buffer.holds = Holds.NOTHING
             return
         if buffer.holds is Holds.NOTHING:
-            self.begin_read(buffer, part.layout)
+            self.begin_read(buffer, part)
         if buffer.holds is Holds.READ:
-            assert buffer.copy is not None
             try:
-                self.store.wait(buffer.copy)
+                self.store.wait(buffer.chunk)
             except DiskError:
                 buffer.holds = Holds.NOTHING
                 raise
@@ -277,9 +275,7 @@ class DiskStates:
     def span_of(self, part: Piece) -> Span:
         buffer = self._find(part)
         assert buffer is not None
-        assert part.layout is not None
-        assert part.layout.copy is not None
-        return buffer.room.part(0, part.layout.copy.num_bytes)
+        return buffer.room.part(0, part.chunk.num_bytes)
 
     def layout_of(
         self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
@@ -294,8 +290,7 @@ class DiskStates:
     def note_coming(self, part: Piece) -> None:
         """Note that a copy of a part from its slot to its buffer is about to be issued."""
         buffer = self._claim(part)
-        assert part.layout is not None
-        buffer.copy, buffer.holds = part.layout.copy, Holds.DIRTY
+        buffer.copy, buffer.holds = part.chunk, Holds.DIRTY
 
     def write(self, part: Piece) -> None:
         buffer = self._find(part)
@@ -379,9 +374,7 @@ class DiskStates:
                 raise
         else:
             return self.span_of(part)
-        assert part.layout is not None
-        assert part.layout.copy is not None
-        copy = part.layout.copy
+        copy = part.chunk
         aside = torch.empty(copy.num_bytes, dtype=torch.uint8)
         span = Span(offset=0, num_bytes=copy.num_bytes, pieces=(aside,), free_events=(), ranges=(), whole=aside, staging=None)
         self.store.read(copy, span)

@@ -61,7 +61,7 @@ class ForwardOverlap:
         self._own: Stream | None = None
         """The stream that has begun the step: gradients are in its memory, and it waits for every piece."""
         self._run: OneStep | None = None
-        self._stepping: Stepping | None = None
+        self.stepping: Stepping
 
     def __del__(self) -> None:
         """Warn if dropped with its optimizer: steps on the host no longer come back."""
@@ -73,13 +73,13 @@ class ForwardOverlap:
                 f"{names}{more} are as before the last step"
             )
 
-    def run(self, stepping: Stepping, pieces: Sequence[Piece], run: OneStep) -> None:
+    def run(self, pieces: Sequence[Piece], run: OneStep) -> None:
         """Step pieces, behind the current stream's work so far."""
         self.join()
         if not self._in_order:
             self._places, self._met = {**self._places, **self._met}, {}
             pieces = sorted(pieces, key=lambda piece: self._places.get(piece, len(self._places)))
-        self._run, self._stepping = run, stepping
+        self._run = run
         device, stream = self._device, self._stream
         self._own = device.current_stream()
         self._read = {piece: piece.read_by_step(self._optimizer) for piece in pieces}
@@ -91,7 +91,7 @@ class ForwardOverlap:
             with device.on_stream(stream):
                 for tensor in read:
                     device.note_read(tensor.untyped_storage())
-                stepping.run(pieces, run, note_stepped=self._note_stepped, note_left=self._note_left)
+                self.stepping.run(pieces, run, note_stepped=self._note_stepped, note_left=self._note_left)
         except BaseException:
             self._forget()
             raise
@@ -132,13 +132,12 @@ class ForwardOverlap:
         self._stepped[piece], self._marks[piece] = device.record_event(self._stream, timed=False), _marks_of(piece)
 
     def _join(self, pieces: Sequence[Piece]) -> None:
-        assert self._stepping is not None
         assert self._run is not None
         self._written = next((piece.names for piece in pieces if self._marks[piece] != _marks_of(piece)), self._written)
         try:
-            self._stepping.is_broken = True  # whatever comes: `mend` has the parameters come back
+            self.stepping.is_broken = True  # whatever comes: `mend` has the parameters come back
             with self._device.on_stream(self._stream):
-                self._stepping.join(pieces, beside=list(self._leaving))
+                self.stepping.join(pieces, beside=list(self._leaving))
                 for piece in pieces:
                     self._note_stepped(piece)
                     self._leaving.pop(piece, None)
@@ -147,7 +146,7 @@ class ForwardOverlap:
         except BaseException:
             left = list(self._leaving)
             self._forget()
-            self._stepping.mend(left)  # here: nobody waits for their parameters any more
+            self.stepping.mend(left)  # here: nobody waits for their parameters any more
             raise
 
     def refuse_foreign_writes(self) -> None:
@@ -176,8 +175,7 @@ class ForwardOverlap:
 
     def _join_those_over(self) -> None:
         """Begin the copies back of pieces whose step on the host is over; nobody waits for them yet."""
-        assert self._stepping is not None
-        over = list(itertools.takewhile(self._stepping.is_over, self._leaving))
+        over = list(itertools.takewhile(self.stepping.is_over, self._leaving))
         if over:
             self._join(over)
 

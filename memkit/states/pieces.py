@@ -262,6 +262,12 @@ class Piece:
         return (self,)
 
     @property
+    def chunk(self) -> DiskCopy:
+        assert self.layout is not None
+        assert self.layout.copy is not None
+        return self.layout.copy
+
+    @property
     def copies(self) -> Sequence[DiskCopy]:
         return () if self.layout is None or self.layout.copy is None else (self.layout.copy,)
 

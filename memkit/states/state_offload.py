@@ -236,6 +236,7 @@ class StateOffload(NotCopied, EnteredOnce):
         self._open(pieces)
         self._members.place()
         if self._overlap is not None:
+            self._overlap.stepping = self._stepping
             self._hooks.ahead_of_all_forwards(weakly(self._overlap.before_forward, when_gone=self._hooks.remove))
         self._watch()
         self._hooks.add(optimizer.register_state_dict_post_hook(self._after_state_dict, prepend=True))
@@ -289,7 +290,7 @@ class StateOffload(NotCopied, EnteredOnce):
         refuse_gradients([record for piece in due for record in piece.due])
         self._rest.adopt_due(due, members.pieces)
         if self._overlap is not None:
-            self._overlap.run(stepping, due, run)
+            self._overlap.run(due, run)
         else:
             stepping.run(due, run, in_order=members.draws)
             self._wait()

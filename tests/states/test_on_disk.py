@@ -558,9 +558,9 @@ def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyP
     read, stepped, num_read = list[str](), list[str](), list[int]()
     read_part, step_part = DiskStates.begin_read, DeviceSteps.step
 
-    def note_read(self: DiskStates, buffer: Any, layout: Any) -> None:
-        read.append(buffer.part.names)
-        read_part(self, buffer, layout)
+    def note_read(self: DiskStates, buffer: Any, part: Any) -> None:
+        read.append(part.names)
+        read_part(self, buffer, part)
 
     def note_step(self: DeviceSteps, part: Any, run: Any) -> None:
         stepped.append(part.names)
