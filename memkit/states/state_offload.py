@@ -129,8 +129,8 @@ class StateOffload(NotCopied, EnteredOnce):
             it: then weights, gradients and states all stream, and each backward is a step. Shards in host memory, by
             `memkit.shard(offload_policy=CPUOffloadPolicy())`, are stepped there beside the backward, and nothing moves.
         overlap_forward: whether `optimizer.step()` returns before the parameters are stepped. The forward of each module waits
-            for its own, so the next forward runs beside the rest of the step. The step lets gradients go. Any other reader of
-            parameters (an average of weights, `model.state_dict()`) needs `wait()` first.
+            for its own, so the next forward runs beside the rest of the step. The step lets gradients go. Any other reader or
+            writer of parameters (an average of weights, `model.state_dict()`, `model.load_state_dict()`) needs `wait()` first.
         disk: holds the states that don't stay on the device, or with `host_budget` those that host memory has no room for; they
             pass through a few buffers in host memory. Only with `update="device"`, and without `overlap_forward`.
         device: where the parameters are; by default their own device.
@@ -329,7 +329,8 @@ class StateOffload(NotCopied, EnteredOnce):
             self._in_backward.drop_ahead()
 
     def wait(self) -> None:
-        """Wait for the last step, with `overlap_forward=True`: the caller then reads new parameters and states."""
+        """Wait for the last step, with `overlap_forward=True`: the caller then reads new parameters and states. Raises
+        StateOffloadError if it has failed, or if somebody else has written to a parameter meanwhile."""
         if not self._is_closed:
             self._wait()
             if self._overlap is not None:
