@@ -18,7 +18,7 @@ from memkit.core.tensors import tensor_over
 from memkit.core.torch_state import label, local_of
 from memkit.device.base import Device
 from memkit.plan.chunks import Residency
-from memkit.states.host_routes import WORD_BYTES, Route, Sections, WayBack, lie_as, traits_of
+from memkit.states.host_routes import WORD_BYTES, Route, Sections, lie_as, traits_of
 from memkit.states.memory import HostStates, StateSlot, StateSlots
 from memkit.states.one_step import OneStep, Prepared
 from memkit.states.packing import MASTER, copy_state, moved_state, pack
@@ -191,8 +191,9 @@ class HostSteps:
                     laid_out = self._lay_out(piece, made)
                     known = piece.states_in(self._optimizer)
                     piece.entered = piece.new_entries(known, laid_out, zip(piece.due, made, strict=True))
-            if staying := route.way_back(laid_out).staying:
-                self._put(staying, made, route)
+            for number, master in route.way_back(laid_out).staying:  # float32 copies that aren't copied are rounded here
+                with torch.no_grad():
+                    route.host_parameters[number].copy_(local_of(made[number][MASTER] if master is None else master))
             marks = piece.marks(self._optimizer, laid_out)
         except BaseException as error:
             if layout is not None:
@@ -210,13 +211,6 @@ class HostSteps:
         for mark in (*marks, *run.leave(found)):
             mark()
         piece.residency = Residency.DIRTY
-
-    @staticmethod
-    def _put(staying: list[tuple[int, Tensor | None]], made: list[dict[Any, Any]], route: Route) -> None:
-        """Round float32 copies that aren't copied to the device to their parameters, on the host."""
-        with torch.no_grad():
-            for number, master in staying:
-                route.host_parameters[number].copy_(local_of(made[number][MASTER] if master is None else master))
 
     def _bring_parameters(self, route: Route) -> None:
         """Copy parameters written to by others to the host. They are in the slot until the piece is stepped."""
@@ -246,8 +240,12 @@ class HostSteps:
         route, slot = self._routes[piece], self._slots.of(piece)
         route.forget()
         slot.piece = piece
-        way_back = route.way_back(piece.layout)
-        self._bring(piece, way_back, slot)
+        way_back, lanes, after = route.way_back(piece.layout), self._lanes, slot.users()
+        for copied in way_back.ranges:
+            slot.arrived = piece.left = lanes.copy(
+                lanes.back, slot.storage, copied.span, is_out=False, after=after, parts=copied.parts, start=copied.start
+            ).done
+            self._slots.h2d_bytes += copied.span.num_bytes
         self._slots.await_copies(slot)
         self._device.note_read(route.storage)
         with torch.no_grad():
@@ -264,14 +262,6 @@ class HostSteps:
         self._slots.release(piece)
         self._out.pop(piece, None)
         piece.residency = piece.rest
-
-    def _bring(self, piece: Piece, way_back: WayBack, slot: StateSlot) -> None:
-        lanes, after = self._lanes, slot.users()
-        for copied in way_back.ranges:
-            slot.arrived = piece.left = lanes.copy(
-                lanes.back, slot.storage, copied.span, is_out=False, after=after, parts=copied.parts, start=copied.start
-            ).done
-            self._slots.h2d_bytes += copied.span.num_bytes
 
     def drop(self, piece: Piece) -> None:
         self._running.pop(piece, None)

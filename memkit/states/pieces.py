@@ -26,20 +26,7 @@ from memkit.transfer.host_memory import Span
 
 
 class StateRecord:
-    __slots__ = (
-        "__weakref__",
-        "done",
-        "group",
-        "has_master",
-        "index",
-        "is_shard",
-        "name",
-        "numbers",
-        "parameter",
-        "position",
-        "spoiled",
-        "undo",
-    )
+    """A parameter of the optimizer, and the step that it was in."""
 
     def __init__(self, name: str, parameter: Tensor, *, has_master: bool) -> None:
         self.name = name
