@@ -200,24 +200,6 @@ def _no_room(what: str, offset: int, num_bytes: int) -> int:
     return num_bytes
 
 
-def test_a_file_system_without_direct_reads_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: object, is_direct: bool) -> None:
-        if is_direct:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-
-    monkeypatch.setattr("memkit.transfer.disk_file.ScratchFile._set_direct", refuse)
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = adamw(model)
-    with pytest.warns(UserWarning, match="has no direct reads and writes") as caught:
-        states = offload(optimizer, device, disk=memkit.Disk(tmp_path))
-    assert len(caught) == 1
-    train(model, optimizer, device, range(3))
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(64, 64))]})
-    train(model, optimizer, device, range(3, 5))
-    states.close()
-
-
 def test_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     device = ReferenceDevice()
     PinLimit(device, monkeypatch, 0)
