@@ -383,27 +383,6 @@ def test_a_state_dict_that_can_not_be_read() -> None:
 # What is taken
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["step", "backward"])
-def test_a_long_run_takes_no_more_than_a_short_one(when: str) -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = adamw(model)
-    with offload(optimizer, device, disk=ReferenceDisk(is_late=False), when=when) as states:
-        found = []
-        for step in range(60):
-            train(model, optimizer, device, [step])
-            if step % 10 == 5:
-                optimizer.state_dict()
-            if step in (8, 20) or step > 57:
-                gc.collect()
-                disk: Any = states._disk
-                taken = disk.store.file.num_bytes, len(disk.store.sizes), disk.store.in_use_bytes > 0
-                found.append((states.stats().host_bytes, num_own_threads(), *taken))
-
-    assert len(set(found)) == 1
-
-
 def test_nothing_is_left_where_nobody_closes(tmp_path: Path) -> None:
     device = ReferenceDevice()
     threads = num_own_threads()

@@ -29,24 +29,26 @@ from tests.threads import num_own_threads
 
 @pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 @pytest.mark.slow
-@pytest.mark.parametrize("update", ["device", "host"])
-def test_holds_after_200_steps_what_it_did_after_three(device: Device, update: str) -> None:
+@pytest.mark.parametrize("way", ["device", "host", "disk", "backward, disk"])
+def test_holds_after_100_steps_what_it_did_after_three(device: Device, way: str) -> None:
     model = make_net(device)
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=2.0)
     counter = device.memory_counter()
     assert counter is not None
 
-    def held() -> tuple[int, int, int]:
+    def held() -> tuple[int, ...]:
         gc.collect()
         device.synchronize()
-        return counter.allocated_bytes(), states.stats().host_bytes, num_own_threads()
+        store = states._disk.opened
+        on_disk = () if store is None else (store.file.num_bytes, len(store.sizes))
+        return counter.allocated_bytes(), states.stats().host_bytes, num_own_threads(), *on_disk
 
-    with offload(optimizer, device, update=update) as states:
+    with offload(optimizer, device, **WAYS[way]) as states:
         found = []
-        for step in range(200):
+        for step in range(100):
             loss = model(batch(device, step)).square().mean()
-            if update == "device":
+            if way == "device":
                 scaler.scale(loss * (float("inf") if step == 20 else 1.0)).backward()
                 scaler.step(optimizer)
                 scaler.update()
@@ -59,7 +61,7 @@ def test_holds_after_200_steps_what_it_did_after_three(device: Device, update: s
                     model(batch(device, step))
                 optimizer.state_dict()
             del loss
-            if step in (3, 19) or step > 197:
+            if step in (3, 19) or step > 97:
                 found.append(held())
         pins = states._host.arena.num_pins
         train(model, optimizer, device, range(2))
