@@ -308,7 +308,8 @@ def put_states(
     alone."""
     owned = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
     found = dict(zip(chain.from_iterable(group["params"] for group in loaded["param_groups"]), owned, strict=True))
-    state, masters = optimizer.state, members.masters()
+    state = optimizer.state
+    masters = {id(record.parameter) for piece in members.pieces for record in piece.records if record.has_master}
     for key, entries in dict(loaded["state"]).items():
         if key not in found:
             state[key] = entries

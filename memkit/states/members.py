@@ -152,16 +152,8 @@ class Members:
                 found.append(piece)
         return found
 
-    def masters(self) -> set[int]:
-        return {id(record.parameter) for piece in self.pieces for record in piece.records if record.has_master}
-
 
 _HALF = "optimizer.load_state_dict() was interrupted: some parameters have loaded states, others none"
-
-
-def are_any_done(pieces: list[Piece]) -> bool:
-    """Tell whether a broken-off step has stepped any parameter with its present gradient."""
-    return any(record.is_done() for piece in pieces for record in piece.records)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

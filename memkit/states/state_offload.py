@@ -37,7 +37,7 @@ from memkit.states.at_rest import StatesAtRest, put_states, with_host_copies
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_steps import HostSteps
 from memkit.states.in_backward import BackwardSteps, LayeredSteps
-from memkit.states.members import Members, are_any_done, parameters_of
+from memkit.states.members import Members, parameters_of
 from memkit.states.memory import HostStates, StateSlots
 from memkit.states.on_disk import DiskStates
 from memkit.states.one_step import OneStep, run_closure
@@ -281,7 +281,9 @@ class StateOffload(NotCopied, EnteredOnce):
         self._settle()
         self._follow_groups()
         stepping, members = self._stepping, self._members
-        is_rest = stepping.unfinished is not None and are_any_done(members.pieces)
+        is_rest = stepping.unfinished is not None and any(
+            record.is_done() for item in members.pieces for record in item.records
+        )
         if self._in_backward is not None and self._in_backward.end():
             is_rest = True
         run = (stepping.unfinished if is_rest else None) or OneStep(self.optimizer, copies=self._overlap is not None)
