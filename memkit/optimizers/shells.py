@@ -22,6 +22,7 @@ Group = dict[str, Any]
 StateDict = dict[Any, Any]
 
 _MISSING = object()
+_MEMBERS = ("params", "param_names")
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
@@ -66,16 +67,12 @@ def _is_of_hooks(name: str) -> bool:
 
 
 def hollow_shell(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    groups = [cut_group(group, []) for group in optimizer.param_groups]
+    groups = [emptied(group) for group in optimizer.param_groups]
     return shell_of(optimizer, groups, type(optimizer.state)(dict) if optimizer.state is not None else {})
 
 
-def cut_group(group: Group, positions: list[int]) -> Group:
-    cut = {**group, "params": [group["params"][position] for position in positions]}
-    names = group.get("param_names")
-    if names is not None and len(names) == len(group["params"]):
-        cut["param_names"] = [names[position] for position in positions]
-    return cut
+def emptied(group: Group) -> Group:
+    return {name: [] if name in _MEMBERS else value for name, value in group.items()}
 
 
 Changes = dict[str, Any]
@@ -97,7 +94,7 @@ def tensors_in(group: Group) -> list[tuple[str, Tensor]]:
 
 
 def changes_of_group(before: Group, after: Group) -> Changes:
-    return _changed(before, after, lambda name: name in ("params", "param_names"))
+    return _changed(before, after, lambda name: name in _MEMBERS)
 
 
 def changes_of_shell(known: Mapping[str, Any], shell: torch.optim.Optimizer) -> Changes:
@@ -150,7 +147,7 @@ def own_group(optimizer: torch.optim.Optimizer, group: Group, memo: dict[int, An
     memo = _memo(optimizer) if memo is None else memo
     found = {}
     for name, value in group.items():
-        if name in ("params", "param_names"):
+        if name in _MEMBERS:
             continue
         try:
             found[name] = copy.deepcopy(value, memo)

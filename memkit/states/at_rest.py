@@ -28,19 +28,12 @@ _HOST = torch.device("cpu")
 
 
 class StatesAtRest:
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, device: Device, host: HostStates, disk: DiskStates | None = None
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, device: Device, host: HostStates, disk: DiskStates) -> None:
         self._optimizer = optimizer
         self._device = device
         self._host = host
         self._disk = disk
         self._has_warned = False
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The device of the steps. Streaming parameters lie in host memory otherwise."""
-        return self._device.torch_device
 
     def is_at_home(self, piece: Piece) -> bool:
         """Tell whether `optimizer.state` has memkit's tensors alone, and a piece on a disk is cut there as it moves."""
@@ -124,7 +117,6 @@ class StatesAtRest:
         if piece.left is not None:
             self._device.synchronize(piece.left)
         if standing:
-            assert self._disk is not None
             for _, found in self._disk.read([piece]):
                 for number, entries, name in standing:
                     entries[name] = found[number][name]
@@ -188,7 +180,6 @@ class StatesAtRest:
     def _put_on_disk(
         self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: list[dict[str, Tensor]]
     ) -> None:
-        assert self._disk is not None
         if num_bytes:
             entries = self._optimizer.state.get(piece.records[0].parameter) or {}
             self._disk.put(piece, tensors, num_bytes, rows, entries)
@@ -198,7 +189,7 @@ class StatesAtRest:
 
     def read(self, pieces: Iterable[Piece]) -> dict[OnDisk, Tensor]:
         stored = [piece for piece in pieces if piece.plan.is_on_disk and piece.layout is not None]
-        if not stored or self._disk is None:
+        if not stored:
             return {}
         refuse_without_room(sum(piece.plan.state_bytes for piece in stored))
         found: dict[OnDisk, Tensor] = {}
@@ -214,7 +205,7 @@ class StatesAtRest:
             entries = self._optimizer.state.get(record.parameter) or {}
             for name, value in entries.items():
                 if may_leave(value):
-                    entries[name] = moved_state(value, self.torch_device)
+                    entries[name] = moved_state(value, self._device.torch_device)
 
     def _make_masters(self, piece: Piece) -> None:
         for record in piece.records:
@@ -268,7 +259,7 @@ class StatesAtRest:
 
     def _found_in(self, piece: Piece, rows: Sequence[Mapping[str, Any]]) -> Rows:
         """Return the states of a piece, from the disk if they are there, but for unreadable ones, which are lost."""
-        if self._disk is None or not piece.plan.is_on_disk or piece.layout is None:
+        if not piece.plan.is_on_disk or piece.layout is None:
             return rows
         for is_again in (False, True):  # of the first time the error may be another's
             try:
@@ -317,7 +308,8 @@ def put_states(
     alone."""
     owned = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
     found = dict(zip(chain.from_iterable(group["params"] for group in loaded["param_groups"]), owned, strict=True))
-    state, masters = optimizer.state, members.masters()
+    state = optimizer.state
+    masters = {id(record.parameter) for piece in members.pieces for record in piece.records if record.has_master}
     for key, entries in dict(loaded["state"]).items():
         if key not in found:
             state[key] = entries

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from operator import is_not, itemgetter
 from typing import TYPE_CHECKING, Any
@@ -90,30 +90,15 @@ class DeviceSteps:
         device: Device,
         slots: StateSlots,
         host: HostStates,
-        disk: DiskStates | None,
+        disk: DiskStates,
         *,
         undo_bytes: int,
     ) -> None:
         self._optimizer = optimizer
-        self._slots = slots
+        self.slots = slots
         self._host = host
-        self._disk = disk
+        self.disk = disk
         self._undo = Undo(device, undo_bytes)
-
-    @property
-    def disk(self) -> DiskStates:
-        assert self._disk is not None
-        return self._disk
-
-    def tidy(self, pieces: Sequence[Piece]) -> None:
-        """Begin a step of pieces: a disk forgets all else. No piece may be on its way."""
-        if self._disk is not None:
-            self._disk.tidy(pieces)
-
-    def read_ahead(self, parts: Sequence[Piece], start: int = 0) -> None:
-        """Begin to read parts that lie on a disk, from `start` on, as many as have room."""
-        if self._disk is not None:
-            self._disk.read_ahead(parts[start:])
 
     def begin(self, piece: Piece) -> None:
         if piece.plan.is_resident:
@@ -122,26 +107,26 @@ class DeviceSteps:
             self.disk.bring(piece)
         layout = piece.layout
         if layout is None:
-            self._slots.claim(piece)
+            self.slots.claim(piece)
         else:
             with label("fetch states", piece):
-                self._slots.fetch(piece, layout.span or self.disk.span_of(piece))
+                self.slots.fetch(piece, layout.span or self.disk.span_of(piece))
 
     def follow(self, pieces: Iterable[Piece]) -> None:
         """Assign slots to pieces in the order of their steps. None may be in a slot now."""
         parts = [part for piece in pieces for part in piece.parts]
-        self._slots.deal(part for part in parts if part.plan.update is Update.DEVICE and not part.plan.is_resident)
+        self.slots.deal(part for part in parts if part.plan.update is Update.DEVICE and not part.plan.is_resident)
 
     def is_free_for(self, piece: Piece) -> bool:
         """Tell whether a piece can be fetched now without a wait for the disk."""
         if piece.plan.is_resident:
             return True
-        return self._slots.is_free_for(piece) and (not piece.plan.is_on_disk or self.disk.is_here(piece))
+        return self.slots.is_free_for(piece) and (not piece.plan.is_on_disk or self.disk.is_here(piece))
 
     def step(self, piece: Piece, run: OneStep) -> None:
         moves = not piece.plan.is_resident
         if moves and piece.layout is not None:
-            self._slots.await_arrived(piece)
+            self.slots.await_arrived(piece)
         with label("step", piece):
             with torch.no_grad():
                 known = piece.states_in(self._optimizer)
@@ -169,7 +154,7 @@ class DeviceSteps:
             record.numbers = []  # all its states, as they were: they would take as much again until the next step
         if piece.plan.is_resident or piece.layout is None:
             if piece.plan.is_on_disk:  # nothing comes back to its buffer, behind which that would be free
-                self._slots.await_copied(piece)
+                self.slots.await_copied(piece)
             self._release(piece)
             piece.residency = piece.rest
             return
@@ -177,12 +162,9 @@ class DeviceSteps:
         with label("write states back", piece):
             if span is None:
                 self.disk.note_coming(piece)
-            self._slots.write_back(piece, span or self.disk.span_of(piece))
+            self.slots.write_back(piece, span or self.disk.span_of(piece))
         if span is None:
             self.disk.write(piece)
-
-    def wait(self) -> None:
-        self._slots.wait()
 
     def close(self, pieces: Iterable[Piece]) -> None:
         for record in [record for piece in pieces for record in piece.records]:
@@ -191,7 +173,7 @@ class DeviceSteps:
 
     def _release(self, piece: Piece) -> None:
         if not piece.plan.is_resident:
-            self._slots.release(piece)
+            self.slots.release(piece)
         if piece.plan.is_on_disk:
             self.disk.release(piece)
 
@@ -275,21 +257,14 @@ class DeviceSteps:
         layout = piece.layout
         if layout is not None and piece.may_lie_as_before() and self._is_as_laid_out(piece, layout, stepped):
             return layout
-        made = {id(record): entries for record, _, entries in stepped}
-        states: list[dict[str, Tensor]] = []
-        for index, record in enumerate(piece.records):
-            entries = made.get(id(record))
-            if entries is None:
-                states.append(dict(piece.views[index]) if layout is not None else {})
-            else:
-                states.append({name: value for name, value in entries.items() if may_leave(value)})
+        states = piece.leaving(piece.views, ((record, entries) for record, _, entries in stepped))
         tensors, num_bytes = pack(states)
-        slot = self._slots.of(piece)
+        slot = self.slots.of(piece)
         copies = states
         if layout is not None:  # they may lie where the others are to
             copies = [{name: moved_state(value, slot.storage.device) for name, value in row.items()} for row in states]
         if slot.num_bytes < num_bytes:
-            self._slots.grow(slot, num_bytes)
+            self.slots.grow(slot, num_bytes)
         with torch.inference_mode(False), torch.no_grad():
             laid_out = piece.lay_out(self.disk if piece.plan.is_on_disk else self._host, tensors, num_bytes)
             for row, values in zip(tensors, copies, strict=True):
@@ -301,7 +276,7 @@ class DeviceSteps:
         """Tell whether the states lie in the slot as before. Replaced states are copied there."""
         new: list[tuple[Tensor, Tensor]] = []
         replaced: list[tuple[nn.Parameter, Tensor]] = []
-        slot = self._slots.of(piece)
+        slot = self.slots.of(piece)
         address = slot.storage.data_ptr()
         for record, _, entries in stepped:
             views = piece.views[record.index]

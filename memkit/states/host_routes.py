@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,11 +15,12 @@ from memkit.core.sizes import rounded
 from memkit.core.tensors import byte_view, tensor_over
 from memkit.core.torch_state import local_of
 from memkit.plan import aligned
-from memkit.states.packing import MASTER, PackedTensor, local_packed, may_leave, storage_of_part
-from memkit.states.pieces import Layout, Piece, StateRecord, stand_in_of, version_of
-from memkit.states.shards import local_gradient
+from memkit.states.packing import MASTER, PackedTensor, follow, local_packed, may_leave, storage_of_part
+from memkit.states.pieces import Layout, Piece, StateRecord, follow_attributes, stand_in_of, version_of
+from memkit.states.shards import are_one, local_gradient, shard_like
 from memkit.transfer.host_memory import Span
 
+Entries = dict[Any, Any]
 WORD_BYTES = 8
 
 
@@ -111,29 +114,23 @@ class Sections:
         return max(1, self.rounded_at + self.rounded_bytes)
 
 
-@dataclass(slots=True)
-class Views:
-    parameters: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-
-    @classmethod
-    def over(cls, storage: torch.UntypedStorage, due: list[StateRecord], sections: Sections) -> Views:
-        found = cls()
-        float32_at, rounded_at, plain_at = 0, sections.rounded_at, sections.plain_at
-        for record in due:
-            parameter, grad = local_of(record.parameter), local_gradient(record.parameter)
-            assert grad is not None
-            numel = parameter.numel()
-            if record.has_master:
-                found.parameters.append(_like(parameter, storage, rounded_at, parameter.dtype))
-                found.grads.append(_like(grad, storage, float32_at, torch.float32))
-                rounded_at += rounded(parameter.nbytes, _BETWEEN_BYTES)
-                float32_at += aligned(4 * numel)
-            else:
-                found.parameters.append(_like(parameter, storage, plain_at, parameter.dtype))
-                found.grads.append(_like(grad, storage, plain_at + sections.plain_bytes, parameter.dtype))
-                plain_at += aligned(parameter.nbytes)
-        return found
+def _views(storage: torch.UntypedStorage, due: list[StateRecord], sections: Sections) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the places of parameters, and of their gradients, in a slot or in host memory."""
+    parameters, grads = list[Tensor](), list[Tensor]()
+    float32_at, rounded_at, plain_at = 0, sections.rounded_at, sections.plain_at
+    for record in due:
+        parameter, grad = local_of(record.parameter), local_gradient(record.parameter)
+        assert grad is not None
+        if record.has_master:
+            parameters.append(_like(parameter, storage, rounded_at, parameter.dtype))
+            grads.append(_like(grad, storage, float32_at, torch.float32))
+            rounded_at += rounded(parameter.nbytes, _BETWEEN_BYTES)
+            float32_at += aligned(4 * parameter.numel())
+        else:
+            parameters.append(_like(parameter, storage, plain_at, parameter.dtype))
+            grads.append(_like(grad, storage, plain_at + sections.plain_bytes, parameter.dtype))
+            plain_at += aligned(parameter.nbytes)
+    return parameters, grads
 
 
 def _like(tensor: Tensor, storage: torch.UntypedStorage, start: int, dtype: torch.dtype) -> Tensor:
@@ -175,6 +172,13 @@ class WayBack:
 
 
 class Route:
+    """The way of a piece's gradients and parameters to the host, the input of the optimizer's step there, and the way back.
+
+    [Note: a steady step on the host] While the stepping thread runs Python, the cores are idle. So whatever a step shares with
+    the one before is looked up once: which states are numbers, where float32 copies are, and that nothing has to be laid out
+    anew. That holds while `optimizer.state` has the identical tensors, and they lie where the last step has left them.
+    """
+
     def __init__(
         self,
         piece: Piece,
@@ -195,15 +199,27 @@ class Route:
         self.brought_bytes = 0
         """Bytes of those that the thread has copied later, since they were written to."""
         self._records = list(piece.due)
-        self._numbers = [piece.records.index(record) for record in piece.due]
+        self._numbers = [record.index for record in piece.due]
+        self.state: dict[Any, Entries] = defaultdict(dict)
+        self.rows: list[Entries] = [{} for _ in self._records]
+        """Each parameter's entries in `optimizer.state`, as last looked up."""
+        self._entries: list[Entries] = []
+        """The same without float32 copies."""
+        self._layout: Layout | None = None
+        self._masters: list[Tensor | None] = []
+        """The float32 copy of each parameter; of a shard, this rank's part."""
+        self._before: list[tuple[Tensor, Tensor]] = []
+        """States that are not copied, each with a copy from before the step."""
+        self._is_at_home = self.has_all_copies = False
         self._to_host: dict[bool, CopyRange] = {}
         self._way_back: WayBack | None = None
         with torch.inference_mode(False):
-            self.on_device = Views.over(storage, piece.due, sections)
-            self.on_host = Views.over(storage_of_part(room.whole), piece.due, sections)
+            self.parameters, self.grads = _views(storage, piece.due, sections)
+            self.host_parameters, self._host_grads = _views(storage_of_part(room.whole), piece.due, sections)
+            # float32 copies, or copies of parameters that have none
             self.stand_ins: list[nn.Parameter] = [
                 stand_in_of(record, torch.empty(0) if record.has_master else view)
-                for record, view in zip(piece.due, self.on_host.parameters, strict=True)
+                for record, view in zip(piece.due, self.host_parameters, strict=True)
             ]
             self.has_copies = sections.float32_bytes > 0
             num_words = sections.rounded_bytes // WORD_BYTES
@@ -215,7 +231,7 @@ class Route:
 
     def _gaps_between(self, storage: torch.UntypedStorage) -> Iterator[Tensor]:
         end = self.sections.rounded_at
-        for record, parameter in zip(self._records, self.on_device.parameters, strict=True):
+        for record, parameter in zip(self._records, self.parameters, strict=True):
             if record.has_master:
                 start, end = end + parameter.nbytes, end + rounded(parameter.nbytes, _BETWEEN_BYTES)
                 if start < end:
@@ -300,6 +316,100 @@ class Route:
         """Forget the fingerprint: the parameters are not rounded from the present float32 copies."""
         self._known = None
 
+    def take(self, layout: Layout | None, known: Mapping[Any, Any]) -> None:
+        """Point the stand-ins at float32 copies, gradients and states. Parameters are still being copied: see `follow`."""
+        rows = [dict(known.get(record.parameter) or ()) for record in self._records]
+        if layout is not None and layout is self._layout and all(map(_are_same, rows, self.rows)):
+            for value, before in self._before:
+                before.copy_(value)
+        else:
+            self._look_up(layout, rows)
+        self.state = defaultdict(dict)
+        due = zip(self._records, self.stand_ins, self._host_grads, self._masters, self._entries, strict=True)
+        for record, key, grad, master, given in due:
+            if master is not None:
+                key.data = master
+            if master is not None or not record.has_master:
+                key.grad = grad
+            if vars(record.parameter):  # of most there are none
+                follow_attributes(key, record.parameter)
+            if given:
+                self.state[key] = dict(given)
+
+    def _look_up(self, layout: Layout | None, rows: list[Entries]) -> None:
+        self._layout = None
+        masters = [row.get(MASTER) if record.has_master else None for record, row in zip(self._records, rows, strict=True)]
+        self._masters = [None if master is None else local_of(master) for master in masters]
+        copies = zip(self._records, self._masters, strict=True)
+        self.has_all_copies = all(master is not None or not record.has_master for record, master in copies)
+        values = [value for row in rows for value in row.values() if isinstance(value, Tensor) and not may_leave(value)]
+        self._before = [(value, value.clone()) for value in values]
+        hosts = self.rows_of(layout)
+        self._is_at_home = hosts is not None and all(map(_is_at_home, rows, hosts))
+        self._entries = [
+            {name: value for name, value in row.items() if not record.has_master or name != MASTER}
+            for record, row in zip(self._records, rows, strict=True)
+        ]
+        self.rows, self._layout = rows, layout
+
+    def follow(self, *, is_unwritten: bool) -> None:
+        """Copy foreign writes to the parameters into the float32 copies. The parameters must be here if they are needed."""
+        for number, (record, key, master) in enumerate(zip(self._records, self.stand_ins, self._masters, strict=True)):
+            if record.has_master and master is None:
+                key.data = self.host_parameters[number].to(torch.float32)
+                key.grad = self._host_grads[number]
+            elif master is not None and not is_unwritten:
+                follow(key.data, self.host_parameters[number])  # which counts as no write: only the user's change the version
+
+    def is_written_in_place(self) -> bool:
+        """Tell whether a step wrote its results in place, where the layout says. Then `rows` are the results."""
+        return self._is_at_home and all(map(self._is_in_place, range(len(self.stand_ins))))
+
+    def _is_in_place(self, number: int) -> bool:
+        key, master = self.stand_ins[number], self._masters[number]
+        place = self.host_parameters[number] if master is None else master
+        return key.data_ptr() == place.data_ptr() and _are_same(self.state.get(key, {}), self._entries[number])
+
+    def made(self) -> list[Entries]:
+        found = []
+        for number, (record, key) in enumerate(zip(self._records, self.stand_ins, strict=True)):
+            entries = dict(self.state[key]) if key in self.state else {}
+            view = self.host_parameters[number]
+            if record.has_master:
+                entries[MASTER] = shard_like(record.parameter, key.data)
+            elif key.data_ptr() != view.data_ptr():  # the class has put another tensor there
+                view.copy_(key)
+                key.data = view
+            found.append(entries)
+        return found
+
+    def put_numbers_back(self) -> None:
+        for value, before in self._before:
+            value.copy_(before)
+
+    def let_go(self, *, is_steady: bool) -> None:
+        for key in self.stand_ins:
+            key.grad = None
+        self.state = defaultdict(dict)
+        if not is_steady:
+            self.rows, self._layout, self._masters, self._before, self._entries = [], None, [], [], []
+
 
 def _words(storage: torch.UntypedStorage, start: int, num_words: int) -> Tensor:
     return tensor_over(storage, torch.int64, offset=start // WORD_BYTES, size=(num_words,), stride=(1,))
+
+
+def _are_same(one: Entries, other: Entries) -> bool:
+    """Tell whether two dicts have the same keys in the same order, and identical (`is`) values."""
+    return len(one) == len(other) and all(map(is_, one.values(), other.values())) and [*one] == [*other]
+
+
+def _is_at_home(row: Entries, host: Mapping[str, Any]) -> bool:
+    leaving = {name: value for name, value in row.items() if may_leave(value)}
+    return lie_as(leaving, host)
+
+
+def lie_as(leaving: Mapping[Any, Any], host: Mapping[str, Any]) -> bool:
+    return leaving.keys() == host.keys() and all(
+        value is host[name] or (name == MASTER and are_one(value, host[name])) for name, value in leaving.items()
+    )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,7 +22,7 @@ from memkit.plan import Update
 from memkit.plan.chunks import Residency
 from memkit.states.asked import refuse_gradients, weakly
 from memkit.states.one_step import OneStep
-from memkit.states.pieces import ConsumedGradient, Piece, StateRecord, let_go_of_consumed, refuse_another
+from memkit.states.pieces import Accumulating, ConsumedGradient, Piece, StateRecord, let_go_of_consumed, refuse_another
 
 if TYPE_CHECKING:
     from memkit.states.at_rest import StatesAtRest
@@ -36,7 +36,7 @@ _HELD_BYTES = 256 * 2**20
 """At most these bytes of gradients wait for their states: while the link brings these, the backward goes on."""
 
 
-class BackwardSteps:
+class BackwardSteps(Accumulating):
     """Steps pieces of one parameter each, as gradients come.
 
     The next ones are fetched ahead, in the order of the backward before; at first from the last parameter to the first. Those
@@ -84,7 +84,6 @@ class BackwardSteps:
         self._begun: list[Piece] = []
         self._met: dict[Piece, None] = {}
         """Pieces stepped since the optimizer's last step, in this order."""
-        self._num_accumulating = 0
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
         for piece in pieces:
@@ -130,11 +129,11 @@ class BackwardSteps:
         piece = ref()
         assert piece is not None  # it is held here
         (record,) = piece.records
-        if self._num_accumulating:
+        if self.num_accumulating:
             return
         if self._end is None or self._end.is_over:
-            self._end = backwards.on_end(weakly(self._let_go), among=self._ends)
-            if self._has_failed and not self._leaving and self._are_zeroed():
+            self._end = backwards.on_end(weakly(self._end_backward), among=self._ends)
+            if self._has_failed and self._are_zeroed():
                 self._end_step()
             self.check_options()
             self._follow_groups()
@@ -154,7 +153,7 @@ class BackwardSteps:
             self.mend(self._pieces)
         run = stepping.unfinished
         if run is None:
-            self._on_device.tidy(self._pieces)
+            self._on_device.disk.tidy(self._pieces)
             are_late = any(piece.plan.update is Update.HOST for piece in self._pieces)  # stepped behind the backward perhaps
             run = stepping.unfinished = OneStep(self._optimizer, copies=are_late)
             run.note_options()
@@ -203,11 +202,22 @@ class BackwardSteps:
         self._held_bytes += gradient.nbytes
         return stepped
 
-    def _let_go(self, has_failed: bool = False) -> None:
-        """Let the current stream, and the gradients' streams, wait for all steps."""
-        if has_failed and not self.is_whole_step and not self._has_failed:
+    def _end_backward(self, has_failed: bool) -> None:
+        """Have parameters be stepped for their next reader or writer, also those that the host steps."""
+        if has_failed and not self._has_failed:
             self._has_failed = True
             self._behind_failure.ahead_of_all_forwards(weakly(self._before_forward, when_gone=self._behind_failure.remove))
+        try:
+            self._join_host()
+        except StateOffloadError as error:
+            if not has_failed:
+                raise
+            self._stepping.untold = error
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Let the current stream, and the gradients' streams, wait for all steps."""
         device, current = self._device, self._device.current_stream()
         for entry in tuple(self._held):  # a backward that has failed may end in its own thread, beside a step
             self._let_go_of(entry)
@@ -240,10 +250,6 @@ class BackwardSteps:
             self._held.remove(entry)
             self._held_bytes -= held[0].nbytes
 
-    def _forget_held(self) -> None:
-        self._held.clear()
-        self._held_bytes = 0
-
     def _step(self, part: Piece, run: OneStep) -> None:
         if part.plan.update is Update.HOST:
             self._leaving[part.whole] = None
@@ -251,7 +257,7 @@ class BackwardSteps:
             self._on_host.start(part, run)
             return
         coming = self._coming_after(part)
-        self._on_device.read_ahead([part, *coming])
+        self._on_device.disk.read_ahead([part, *coming])
         if part not in self._begun:
             self._make_room(part)
             self._begin(part)
@@ -260,20 +266,25 @@ class BackwardSteps:
         self._fetch_ahead(coming)
 
     def join(self) -> None:
-        """Wait for steps on the host, and begin the copies of their parameters back."""
-        if self._ends and torch_private.backward_task() == -1:  # one that has failed may yet step something
+        """Wait for a backward that has failed, or whose end was interrupted, and may yet step something."""
+        if self._ends and torch_private.backward_task() == -1:
             backwards.join(self._ends)
         try:
-            if self._leaving:
-                self._stepping.is_broken = True  # on any error `mend` copies the parameters back
-                self._device.wait_event(self._stream, self._device.record_event(timed=False))  # it may still read parameters
-                with self._device.on_stream(self._stream):
-                    try:
-                        self._stepping.join(list(self._leaving))
-                    finally:
-                        self._leaving.clear()
+            self._join_host()
         finally:
             self._let_go()
+
+    def _join_host(self) -> None:
+        """Wait for steps on the host, and begin the copies of their parameters back."""
+        if not self._leaving:
+            return
+        self._stepping.is_broken = True  # on any error `mend` copies the parameters back
+        self._device.wait_event(self._stream, self._device.record_event(timed=False))  # it may still read parameters
+        with self._device.on_stream(self._stream):
+            try:
+                self._stepping.join(list(self._leaving))
+            finally:
+                self._leaving.clear()
 
     def _begin(self, piece: Piece) -> None:
         self._begun.append(piece)
@@ -336,14 +347,6 @@ class BackwardSteps:
             warn_user(f"StateOffload: {error}")
         let_go_of_consumed(piece.records[0] for piece in self._pieces)
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        self._num_accumulating += 1
-        try:
-            yield
-        finally:
-            self._num_accumulating -= 1
-
     def forget_done(self) -> None:
         """End the optimizer's step: gradients that are still there count again."""
         for piece in self._pieces:
@@ -355,7 +358,8 @@ class BackwardSteps:
         self._leaving.clear()
         with self._in_place():
             self._stepping.mend(pieces, goes_on=goes_on)  # the host waits for all of the device
-        self._forget_held()
+        self._held.clear()
+        self._held_bytes = 0
         for piece in pieces:
             (record,) = piece.records
             assert piece.residency is not Residency.STEPPING
@@ -422,7 +426,7 @@ class LayeredSteps(BackwardSteps):
             with suppress(StateOffloadError):  # the next step raises it
                 self.mend(self._pieces)
         self.join()
-        self._on_device.wait()  # a loop need not call `step()`, which waits: `optimizer.state` is then up to date
+        self._on_device.slots.wait()  # a loop need not call `step()`, which waits: `optimizer.state` is then up to date
         for piece in self._pieces:
             piece.leave_parameters()
         run = self._stepping.unfinished

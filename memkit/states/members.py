@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -43,23 +44,19 @@ class Members:
 
     def costs(self) -> list[ParameterCosts]:
         """Return bytes and elements of each parameter and its states: those that it has, or else as the trial tells."""
-        records = list(self.records())
-        costs = [self._cost(record) for record in records]
-        return list(self._with_elementwise(costs, records))
-
-    def _with_elementwise(self, costs: list[ParameterCosts], records: list[StateRecord]) -> Iterator[ParameterCosts]:
-        large: dict[int, list[Tensor]] = {}
-        places = {id(parameter): n for n, group in enumerate(self._optimizer.param_groups) for parameter in group["params"]}
-        for cost, record in zip(costs, records, strict=True):
+        costs = {record: self._cost(record) for record in self.records()}
+        large = defaultdict[int, list[StateRecord]](list)
+        for record, cost in costs.items():
             if is_large(cost) and local_of(record.parameter).is_contiguous():
-                large.setdefault(places[id(record.parameter)], []).append(record.parameter)
-        groups = [{**self._optimizer.param_groups[number], "params": found} for number, found in large.items()]
+                large[record.group].append(record)
+        groups = [
+            {**self._optimizer.param_groups[number], "params": [record.parameter for record in records]}
+            for number, records in large.items()
+        ]
         found = find_elementwise(self._optimizer, groups, torch_device=self._torch_device, master=self._master)
-        elementwise = {
-            id(parameter) for group, is_one in zip(groups, found, strict=True) if is_one for parameter in group["params"]
-        }
-        for cost, record in zip(costs, records, strict=True):
-            yield replace(cost, is_elementwise=True) if id(record.parameter) in elementwise else cost
+        for records, is_elementwise in zip(large.values(), found, strict=True):
+            costs.update({record: replace(costs[record], is_elementwise=is_elementwise) for record in records})
+        return list(costs.values())
 
     def _cost(self, record: StateRecord) -> ParameterCosts:
         parameter = local_of(record.parameter)
@@ -83,8 +80,10 @@ class Members:
             names = group.get("param_names") or []
             if len(names) != len(group["params"]):
                 names = [f"parameter {number}.{index}" for index in range(len(group["params"]))]
-            for name, parameter in zip(names, group["params"], strict=True):
-                yield StateRecord(name, parameter, has_master=master is not None and needs_master(parameter, master))
+            for position, (name, parameter) in enumerate(zip(names, group["params"], strict=True)):
+                record = StateRecord(name, parameter, has_master=master is not None and needs_master(parameter, master))
+                record.group, record.position = number, position
+                yield record
 
     def add(self, plan: StatePlan, records: list[StateRecord]) -> list[Piece]:
         added = [piece_of(planned, [records[index] for index in planned.parameters]) for planned in plan.pieces]
@@ -153,16 +152,8 @@ class Members:
                 found.append(piece)
         return found
 
-    def masters(self) -> set[int]:
-        return {id(record.parameter) for piece in self.pieces for record in piece.records if record.has_master}
-
 
 _HALF = "optimizer.load_state_dict() was interrupted: some parameters have loaded states, others none"
-
-
-def are_any_done(pieces: list[Piece]) -> bool:
-    """Tell whether a broken-off step has stepped any parameter with its present gradient."""
-    return any(record.is_done() for piece in pieces for record in piece.records)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -59,16 +59,16 @@ class HostStates:
             warn_user(f"StateOffload: {self.arena.refusal}")
         return spans
 
-    def room_for(self, piece: Piece, num_bytes: int) -> Span:
-        if piece.room is None or piece.room.num_bytes < num_bytes:
-            (piece.room,) = self.take([num_bytes])
-        return piece.room.part(0, num_bytes)
-
     def layout_of(
         self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
     ) -> Layout:
         """Return where states of a piece are from now on; with `is_apart`, not where they have been, which is still needed."""
-        span = self.take([num_bytes])[0] if is_apart else self.room_for(piece, num_bytes)
+        if is_apart:
+            (span,) = self.take([num_bytes])
+        else:
+            if piece.room is None or piece.room.num_bytes < num_bytes:
+                (piece.room,) = self.take([num_bytes])
+            span = piece.room.part(0, num_bytes)
         return Layout(span, tensors, tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors))
 
     def give(self, span: Span) -> None:

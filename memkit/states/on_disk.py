@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,13 +52,17 @@ class Buffer:
         """The number of its write: lower ones end first."""
 
     @property
-    def span(self) -> Span:
+    def chunk(self) -> DiskCopy:
         assert self.copy is not None
-        return self.room.part(0, self.copy.num_bytes)
+        return self.copy
+
+    @property
+    def span(self) -> Span:
+        return self.room.part(0, self.chunk.num_bytes)
 
 
-class DiskRing:
-    """A few buffers, each for one part at a time.
+class DiskStates:
+    """Parts of pieces on a disk, and a few buffers in host memory, each for one part at a time.
 
     [Note: a part's turn] A part has a buffer from before it is read until its bytes are known to be on the disk again. In
     between it goes to its slot, is stepped, and comes back to the same buffer: so no stepped part lacks a place to go to.
@@ -72,28 +76,54 @@ class DiskRing:
     is has no other part any more: so one buffer is left for it.
     """
 
-    def __init__(self, store: DiskStore, device: Device, host: HostStates) -> None:
-        self.store = store
+    def __init__(self, disk: Disk | None, device: Device, host: HostStates) -> None:
+        self._disk, self._device, self._host = disk, device, host
+        self.opened: DiskStore | None = None
+        """None while nothing is planned to be there, as without a disk."""
         self.buffers: list[Buffer] = []
-        self._device, self._host = device, host
         self._writes = itertools.count()
+        self._planned: list[int] = []
 
-    def add(self, num_buffers: int, num_bytes: int) -> None:
-        rooms = self._host.take([rounded(num_bytes, HOST_PAGE_BYTES)] * num_buffers)
-        self.buffers += map(Buffer, rooms)
+    @property
+    def store(self) -> DiskStore:
+        assert self.opened is not None, "nothing was planned to be on the disk"
+        return self.opened
 
-    def find(self, part: Piece) -> Buffer | None:
+    def reserve(self, plans: Sequence[StatePiece]) -> None:
+        sizes = [part.state_bytes for plan in plans if plan.is_on_disk for part in plan.parts]
+        if not sizes:
+            return
+        planned = [*self._planned, *sizes]
+        num_bytes = disk_bytes(planned, num_written_at_once=NUM_BUFFERS)
+        if self.opened is None:
+            assert self._disk is not None
+            self.opened = self._disk.open(num_bytes, self._device)
+        self._make_room(num_bytes)
+        self.add_buffers(min(NUM_BUFFERS, len(planned)) - len(self.buffers), max(planned))
+        self._planned = planned
+
+    def _make_room(self, num_bytes: int) -> None:
+        if self.store.file.num_bytes < num_bytes:
+            assert self._disk is not None
+            self._disk.extend(self.store, num_bytes)
+
+    # Buffers
+
+    def add_buffers(self, number: int, num_bytes: int) -> None:
+        self.buffers += map(Buffer, self._host.take([rounded(num_bytes, HOST_PAGE_BYTES)] * number))
+
+    def _find(self, part: Piece) -> Buffer | None:
         return next((buffer for buffer in self.buffers if buffer.part is part), None)
 
-    def give_free(self, part: Piece) -> Buffer | None:
+    def _give_free(self, part: Piece) -> Buffer | None:
         buffer = next((buffer for buffer in self.buffers if buffer.part is None), None)
         if buffer is not None:
             buffer.holds, buffer.copy = Holds.NOTHING, None
             buffer.part = part
         return buffer
 
-    def claim(self, part: Piece) -> Buffer:
-        while (buffer := self.find(part) or self.give_free(part)) is None:
+    def _claim(self, part: Piece) -> Buffer:
+        while (buffer := self._find(part) or self._give_free(part)) is None:
             self._free_one()
         return buffer
 
@@ -102,7 +132,7 @@ class DiskRing:
         resting = [buffer for buffer in self.buffers if buffer.part is not None and buffer.part.residency is buffer.part.rest]
         written = [buffer for buffer in resting if buffer.holds is Holds.WRITTEN]
         for buffer in sorted(written, key=lambda buffer: buffer.number):
-            self.end_write(buffer, None)
+            self._end_write(buffer)
             if buffer.part is None:
                 return
         clean = [buffer for buffer in resting if buffer.holds in (Holds.NOTHING, Holds.READ)]
@@ -111,58 +141,62 @@ class DiskRing:
             self.release(clean[-1].part)
             return
         dirty = next(buffer for buffer in resting if buffer.holds is Holds.DIRTY)
-        self.write(dirty)
-        assert dirty.copy is not None
+        self._write(dirty)
         try:
-            self.store.wait(dirty.copy)
+            self.store.wait(dirty.chunk)
         except DiskError:
             dirty.holds = Holds.DIRTY
             raise
         dirty.part = None
 
-    def note_written(self) -> None:
-        for buffer in self.buffers:
-            if buffer.part is not None and buffer.holds is Holds.WRITTEN:
-                assert buffer.copy is not None
-                transfer = buffer.copy.transfer
-                if transfer is None or transfer.is_over:
-                    self.end_write(buffer, None)
+    def _free_written(self) -> None:
+        for buffer in self._holding(Holds.WRITTEN):
+            transfer = buffer.chunk.transfer
+            if transfer is None or transfer.is_over:
+                self._end_write(buffer)
 
-    def end_write(self, buffer: Buffer, holds: Holds | None) -> None:
-        """Wait for a write. Then the buffer is free, or its bytes count as `holds`."""
-        assert buffer.copy is not None
+    def _holding(self, holds: Holds) -> list[Buffer]:
+        return [buffer for buffer in self.buffers if buffer.part is not None and buffer.holds is holds]
+
+    def _end_write(self, buffer: Buffer, *, keeps: bool = False) -> None:
+        """Wait for a write. Then the buffer is free, or keeps its bytes as if they were read."""
         try:
-            self.store.wait(buffer.copy)
+            self.store.wait(buffer.chunk)
         except DiskError:  # it is written again, and then its error is raised
             buffer.holds = Holds.DIRTY
             return
-        if holds is None:
-            buffer.part = None
+        if keeps:
+            buffer.holds = Holds.READ
         else:
-            buffer.holds = holds
+            buffer.part = None
 
-    def read(self, buffer: Buffer, layout: Layout) -> None:
+    def end_writes(self) -> None:
+        for buffer in self._holding(Holds.WRITTEN):
+            self._end_write(buffer)
+
+    def begin_read(self, buffer: Buffer, part: Piece) -> None:
         """Begin to read a part to its buffer. The wait for it raises its errors."""
-        assert layout.copy is not None
-        buffer.copy = layout.copy
-        if buffer.room.num_bytes < layout.copy.num_bytes:
-            self.grow(buffer, layout.copy.num_bytes)
-        self.store.read(layout.copy, buffer.span)
+        chunk = buffer.copy = part.chunk
+        if buffer.room.num_bytes < chunk.num_bytes:
+            self.grow(buffer, chunk.num_bytes)
+        self.store.read(chunk, buffer.span)
         buffer.holds = Holds.READ
 
-    def write(self, buffer: Buffer) -> None:
+    def _write(self, buffer: Buffer) -> None:
         """Begin to write a buffer, once its bytes are there. The wait for it raises its errors."""
         assert buffer.part is not None
-        assert buffer.copy is not None
         left = buffer.part.left
-        self.store.write(buffer.copy, buffer.span, after=() if left is None else (left,))
+        self.store.write(buffer.chunk, buffer.span, after=() if left is None else (left,))
         buffer.number, buffer.holds = next(self._writes), Holds.WRITTEN
 
-    def grow(self, buffer: Buffer, num_bytes: int) -> None:
-        """Give a buffer more room. It waits for the device, whose copies may use the buffer."""
+    def _end_transfer(self, buffer: Buffer) -> None:
         if buffer.copy is not None:
             with contextlib.suppress(DiskError):
                 self.store.wait(buffer.copy)
+
+    def grow(self, buffer: Buffer, num_bytes: int) -> None:
+        """Give a buffer more room. It waits for the device, whose copies may use the buffer."""
+        self._end_transfer(buffer)
         self._device.synchronize()
         (larger,) = self._host.take([rounded(num_bytes, HOST_PAGE_BYTES)])
         assert larger.whole is not None
@@ -171,120 +205,48 @@ class DiskRing:
         smaller, buffer.room = buffer.room, larger
         self._host.give(smaller)
 
-    def forget(self, copies: Sequence[DiskCopy]) -> None:
-        for copy in copies:
-            if not self.store.has(copy):
-                continue
-            self.store.remove(copy)  # which waits for the transfers under way
-            for buffer in self.buffers:
-                if buffer.copy is copy:
-                    buffer.holds, buffer.copy = Holds.NOTHING, None
-
     def release(self, part: Piece) -> None:
         """Free the buffer of a part, unless it has bytes that are not on the disk."""
-        buffer = self.find(part)
-        if buffer is None or buffer.holds in (Holds.DIRTY, Holds.WRITTEN):
-            return
-        if buffer.copy is not None:
-            with contextlib.suppress(DiskError):
-                self.store.wait(buffer.copy)
-        buffer.part = None
-
-    def end_transfer(self, buffer: Buffer) -> None:
-        """Wait for reads and writes of a buffer, whose bytes then count for nothing."""
-        if buffer.copy is not None:
-            with contextlib.suppress(DiskError):
-                self.store.wait(buffer.copy)
-        buffer.holds = Holds.NOTHING
-
-    def give_up_reads(self) -> None:
-        """Free the buffers that were read ahead in vain. None of their parts is on its way."""
-        for buffer in self.buffers:
-            if buffer.part is not None:
-                self.release(buffer.part)
-
-    def keep_only(self, copies: Collection[DiskCopy]) -> None:
-        self.store.keep_only(copies)  # which waits for the transfers under way
-        for buffer in self.buffers:
-            if buffer.copy is not None and buffer.copy not in copies:
-                buffer.holds, buffer.part = Holds.NOTHING, None
-
-    def write_again(self) -> None:
-        for buffer in self.buffers:
-            if buffer.part is not None and buffer.holds is Holds.DIRTY:
-                self.write(buffer)
-
-    def end_writes(self) -> None:
-        for buffer in self.buffers:
-            if buffer.part is not None and buffer.holds is Holds.WRITTEN:
-                self.end_write(buffer, None)
-
-
-class DiskStates:
-    def __init__(self, disk: Disk, device: Device, host: HostStates) -> None:
-        self._disk, self._device, self._host = disk, device, host
-        self._ring: DiskRing | None = None
-        self._planned: list[int] = []
-
-    @property
-    def read_bytes(self) -> int:
-        return 0 if self._ring is None else self._ring.store.read_bytes
-
-    @property
-    def written_bytes(self) -> int:
-        return 0 if self._ring is None else self._ring.store.written_bytes
-
-    @property
-    def ring(self) -> DiskRing:
-        assert self._ring is not None, "nothing was planned to be on the disk"
-        return self._ring
-
-    def reserve(self, plans: Sequence[StatePiece]) -> None:
-        sizes = [part.state_bytes for plan in plans if plan.is_on_disk for part in plan.parts]
-        if not sizes:
-            return
-        planned = [*self._planned, *sizes]
-        num_bytes = disk_bytes(planned, num_written_at_once=NUM_BUFFERS)
-        if self._ring is None:
-            store = self._disk.open(num_bytes, self._device, waits_for_all=True)
-            self._ring = DiskRing(store, self._device, self._host)
-        self._make_room(num_bytes)
-        ring = self._ring
-        ring.add(min(NUM_BUFFERS, len(planned)) - len(ring.buffers), max(planned))
-        self._planned = planned
-
-    def _make_room(self, num_bytes: int) -> None:
-        if self.ring.store.file.num_bytes < num_bytes:
-            self._disk.extend(self.ring.store, num_bytes)
+        buffer = self._find(part)
+        if buffer is not None and buffer.holds not in (Holds.DIRTY, Holds.WRITTEN):
+            self._end_transfer(buffer)
+            buffer.part = None
 
     # A step
 
     def tidy(self, pieces: Sequence[Piece]) -> None:
-        """Begin a step: write failed writes again, and forget chunks that no piece has any more."""
-        if self._ring is not None:
-            self._ring.note_written()
-            self._ring.give_up_reads()
-            self._ring.keep_only({copy for piece in pieces for copy in piece.copies})
-            self._ring.write_again()
+        """Begin a step, with no part on its way: write failed writes again, and forget chunks that no piece has any more."""
+        if self.opened is None:
+            return
+        self._free_written()
+        for buffer in self.buffers:  # those that were read ahead in vain
+            if buffer.part is not None:
+                self.release(buffer.part)
+        kept = {copy for piece in pieces for copy in piece.copies}
+        self.store.keep_only(kept)  # which waits for the transfers under way
+        for buffer in self.buffers:
+            if buffer.copy is not None and buffer.copy not in kept:
+                buffer.holds, buffer.part = Holds.NOTHING, None
+        for buffer in self._holding(Holds.DIRTY):
+            self._write(buffer)
 
     def read_ahead(self, parts: Sequence[Piece]) -> None:
         """Begin to read parts, as many as have buffers. Errors are raised at the part's turn."""
-        ring = self._ring
-        if ring is None:
+        if self.opened is None:
             return
-        ring.note_written()
+        self._free_written()
         for part in parts:
-            if not part.plan.is_on_disk or ring.find(part) is not None:
+            if not part.plan.is_on_disk or self._find(part) is not None:
                 continue
-            buffer = ring.give_free(part)
+            buffer = self._give_free(part)
             if buffer is None:
                 return
             if part.layout is not None:
-                ring.read(buffer, part.layout)
+                self.begin_read(buffer, part)
 
     def is_here(self, part: Piece) -> bool:
         """Tell whether a part may go to its slot without a wait for the disk."""
-        buffer = self.ring.find(part)
+        buffer = self._find(part)
         if buffer is None:
             return False
         if part.layout is None or buffer.holds is Holds.DIRTY:
@@ -293,18 +255,17 @@ class DiskStates:
 
     def bring(self, part: Piece) -> None:
         """Wait until a part's bytes, if there are any yet, are in its buffer."""
-        buffer = self.ring.claim(part)
+        buffer = self._claim(part)
         if buffer.holds is Holds.WRITTEN:
-            self.ring.end_write(buffer, Holds.READ)
+            self._end_write(buffer, keeps=True)
         if part.layout is None:
             buffer.holds = Holds.NOTHING
             return
         if buffer.holds is Holds.NOTHING:
-            self.ring.read(buffer, part.layout)
+            self.begin_read(buffer, part)
         if buffer.holds is Holds.READ:
-            assert buffer.copy is not None
             try:
-                self.ring.store.wait(buffer.copy)
+                self.store.wait(buffer.chunk)
             except DiskError:
                 buffer.holds = Holds.NOTHING
                 raise
@@ -312,40 +273,40 @@ class DiskStates:
             self._device.synchronize(part.left)
 
     def span_of(self, part: Piece) -> Span:
-        buffer = self.ring.find(part)
+        buffer = self._find(part)
         assert buffer is not None
-        assert part.layout is not None
-        assert part.layout.copy is not None
-        return buffer.room.part(0, part.layout.copy.num_bytes)
+        return buffer.room.part(0, part.chunk.num_bytes)
 
     def layout_of(
         self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
     ) -> Layout:
         """Return where states of a piece are from now on: on the disk, another chunk than before."""
-        buffer = self.ring.claim(piece)
+        buffer = self._claim(piece)
         if buffer.room.num_bytes < num_bytes:
-            self.ring.grow(buffer, num_bytes)
-        sizes = [*self.ring.store.sizes, num_bytes]
-        self._make_room(disk_bytes(sizes, num_written_at_once=NUM_BUFFERS))
-        return Layout(None, tensors, stand_ins_for(piece, tensors), self.ring.store.add(piece.names, num_bytes))
+            self.grow(buffer, num_bytes)
+        self._make_room(disk_bytes([*self.store.sizes, num_bytes], num_written_at_once=NUM_BUFFERS))
+        return Layout(None, tensors, stand_ins_for(piece, tensors), self.store.add(piece.names, num_bytes))
 
     def note_coming(self, part: Piece) -> None:
         """Note that a copy of a part from its slot to its buffer is about to be issued."""
-        buffer = self.ring.claim(part)
-        assert part.layout is not None
-        buffer.copy, buffer.holds = part.layout.copy, Holds.DIRTY
+        buffer = self._claim(part)
+        buffer.copy, buffer.holds = part.chunk, Holds.DIRTY
 
     def write(self, part: Piece) -> None:
-        buffer = self.ring.find(part)
+        buffer = self._find(part)
         assert buffer is not None
         with label("write states to the disk", part):
-            self.ring.write(buffer)
+            self._write(buffer)
 
     def forget(self, copies: Sequence[DiskCopy], piece: Piece) -> None:
-        self.ring.forget([copy for copy in copies if copy not in piece.copies])
-
-    def release(self, part: Piece) -> None:
-        self.ring.release(part)
+        """Forget those of some chunks that a piece no longer has."""
+        for copy in copies:
+            if copy in piece.copies or not self.store.has(copy):
+                continue
+            self.store.remove(copy)  # which waits for the transfers under way
+            for buffer in self.buffers:
+                if buffer.copy is copy:
+                    buffer.holds, buffer.copy = Holds.NOTHING, None
 
     # At rest
 
@@ -367,8 +328,9 @@ class DiskStates:
 
     def _put(self, part: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: Rows) -> None:
         before, layout = part.copies, part.layout
-        buffer = self.ring.claim(part)
-        self.ring.end_transfer(buffer)
+        buffer = self._claim(part)
+        self._end_transfer(buffer)
+        buffer.holds = Holds.NOTHING
         if layout is None or layout.copy is None or layout.tensors != tensors:
             layout = self.layout_of(part, tensors, num_bytes)
         assert layout.copy is not None
@@ -378,11 +340,11 @@ class DiskStates:
                 copy_state(tensor.on_host(span), values[tensor.name])
         buffer.copy, buffer.holds, part.layout = layout.copy, Holds.DIRTY, layout
         self.forget(before, part)
-        self.ring.write(buffer)
+        self._write(buffer)
 
     def read(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Rows]]:
         """Yield pieces with their states, as new tensors in host memory, with the next ones on their way."""
-        self.ring.end_writes()
+        self.end_writes()
         parts = [part for piece in pieces for part in piece.stored]
         num_read = 0
         try:
@@ -408,25 +370,22 @@ class DiskStates:
         try:
             self.bring(part)
         except DiskError:
-            if self.ring.find(part) is not None:  # it can't be read itself
+            if self._find(part) is not None:  # it can't be read itself
                 raise
         else:
             return self.span_of(part)
-        assert part.layout is not None
-        assert part.layout.copy is not None
-        copy = part.layout.copy
+        copy = part.chunk
         aside = torch.empty(copy.num_bytes, dtype=torch.uint8)
         span = Span(offset=0, num_bytes=copy.num_bytes, pieces=(aside,), free_events=(), ranges=(), whole=aside, staging=None)
-        self.ring.store.read(copy, span)
-        self.ring.store.wait(copy)
+        self.store.read(copy, span)
+        self.store.wait(copy)
         return span
 
     def close(self) -> None:
         """Give the room on the disk back. The host has waited for all copies."""
-        if self._ring is not None:
-            self._ring.buffers.clear()
-            with contextlib.suppress(DiskError):  # of bytes that nobody needs any more
-                self._ring.store.close()
+        self.buffers.clear()
+        if self.opened is not None:
+            self.opened.close()
 
 
 def refuse_without_room(num_bytes: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memkit.core import torch_private
 from memkit.device.base import Device, Event, Stream
-from memkit.errors import warn_user
+from memkit.errors import StateOffloadError, warn_user
 
 if TYPE_CHECKING:
     from memkit.states.one_step import OneStep
@@ -51,13 +51,17 @@ class ForwardOverlap:
         self._stepped: dict[Piece, Event] = {}
         self._read: dict[Piece, list[Tensor]] = {}
         self._held: dict[Piece, list[Tensor]] = {}
+        self._marks: dict[Piece, list[tuple[int, int]]] = {}
+        """Address and version of each parameter since memkit has last written to it."""
+        self._written: str | None = None
+        """Parameters that somebody else has written to before any stream waited for their step."""
         self._in_order = in_order
         self._places: dict[Piece, int] = {}
         self._met: dict[Piece, int] = {}
         self._own: Stream | None = None
         """The stream that has begun the step: gradients are in its memory, and it waits for every piece."""
         self._run: OneStep | None = None
-        self._stepping: Stepping | None = None
+        self.stepping: Stepping
 
     def __del__(self) -> None:
         """Warn if dropped with its optimizer: steps on the host no longer come back."""
@@ -69,13 +73,13 @@ class ForwardOverlap:
                 f"{names}{more} are as before the last step"
             )
 
-    def run(self, stepping: Stepping, pieces: Sequence[Piece], run: OneStep) -> None:
+    def run(self, pieces: Sequence[Piece], run: OneStep) -> None:
         """Step pieces, behind the current stream's work so far."""
         self.join()
         if not self._in_order:
             self._places, self._met = {**self._places, **self._met}, {}
             pieces = sorted(pieces, key=lambda piece: self._places.get(piece, len(self._places)))
-        self._run, self._stepping = run, stepping
+        self._run = run
         device, stream = self._device, self._stream
         self._own = device.current_stream()
         self._read = {piece: piece.read_by_step(self._optimizer) for piece in pieces}
@@ -87,7 +91,7 @@ class ForwardOverlap:
             with device.on_stream(stream):
                 for tensor in read:
                     device.note_read(tensor.untyped_storage())
-                stepping.run(pieces, run, note_stepped=self._note_stepped, note_left=self._note_left)
+                self.stepping.run(pieces, run, note_stepped=self._note_stepped, note_left=self._note_left)
         except BaseException:
             self._forget()
             raise
@@ -103,13 +107,14 @@ class ForwardOverlap:
         self._device.synchronize()
         self._read.clear()
         self._held.clear()
+        self._marks.clear()
         self._run = None
 
     def _note_left(self, piece: Piece) -> None:
         self._hold(piece)
         for part in piece.parts:
             part.let_gradients_go()
-        self._leaving[piece] = None
+        self._leaving[piece], self._marks[piece] = None, _marks_of(piece)
 
     def _hold(self, piece: Piece) -> None:
         self._held[piece] = self._read.pop(piece)
@@ -119,33 +124,40 @@ class ForwardOverlap:
     def _note_stepped(self, piece: Piece) -> None:
         if piece not in self._held:
             self._hold(piece)
-        self._note_written(piece)
-
-    def _note_written(self, piece: Piece) -> None:
         device = self._device
         if device.takes_notes:
             for record in piece.due:
                 parameter = record.parameter
                 device.note_written(parameter.untyped_storage(), torch_private.version_of(parameter))
-        self._stepped[piece] = device.record_event(self._stream, timed=False)
+        self._stepped[piece], self._marks[piece] = device.record_event(self._stream, timed=False), _marks_of(piece)
 
     def _join(self, pieces: Sequence[Piece]) -> None:
-        assert self._stepping is not None
         assert self._run is not None
+        self._written = next((piece.names for piece in pieces if self._marks[piece] != _marks_of(piece)), self._written)
         try:
-            self._stepping.is_broken = True  # whatever comes: `mend` has the parameters come back
+            self.stepping.is_broken = True  # whatever comes: `mend` has the parameters come back
             with self._device.on_stream(self._stream):
-                self._stepping.join(pieces, beside=list(self._leaving))
+                self.stepping.join(pieces, beside=list(self._leaving))
                 for piece in pieces:
-                    self._note_written(piece)
+                    self._note_stepped(piece)
                     self._leaving.pop(piece, None)
             if not self._leaving:
                 self._run.write_changes()
         except BaseException:
             left = list(self._leaving)
             self._forget()
-            self._stepping.mend(left)  # here: nobody waits for their parameters any more
+            self.stepping.mend(left)  # here: nobody waits for their parameters any more
             raise
+
+    def refuse_foreign_writes(self) -> None:
+        """Raise if somebody has written to a parameter while it was stepped: either may have come first."""
+        if self._written is not None:
+            self.join()  # the rest may be written to again from now on
+            name, self._written = self._written, None
+            raise StateOffloadError(
+                f"{name} was written to beside its step, with overlap_forward=True, and may have the bits of either. Call "
+                "states.wait() first; now load the model and the optimizer again"
+            )
 
     def before_forward(self, module: nn.Module, _: object) -> None:
         """Let the current stream wait for the parameters that a module's forward may read itself: its own, and those of modules
@@ -159,11 +171,11 @@ class ForwardOverlap:
             for child in torch_private.children_of(module).values():
                 if child is not None and not torch_private.children_of(child):
                     self._await(torch_private.parameters_of(child))
+        self.refuse_foreign_writes()
 
     def _join_those_over(self) -> None:
         """Begin the copies back of pieces whose step on the host is over; nobody waits for them yet."""
-        assert self._stepping is not None
-        over = list(itertools.takewhile(self._stepping.is_over, self._leaving))
+        over = list(itertools.takewhile(self.stepping.is_over, self._leaving))
         if over:
             self._join(over)
 
@@ -187,10 +199,12 @@ class ForwardOverlap:
         self._device.wait_event(current, self._stepped[piece])
         if current != self._own:
             return  # other streams have yet to wait
+        if self._marks[piece] != _marks_of(piece):
+            self._written = piece.names
         for record in piece.due:
             self._pending.pop(id(record.parameter), None)
-        self._held.pop(piece, None)
-        self._stepped.pop(piece, None)
+        for known in (self._held, self._stepped, self._marks):
+            known.pop(piece, None)
         if not self._stepped and not self._leaving:
             self._run = None
 
@@ -203,3 +217,8 @@ class ForwardOverlap:
             with self._device.on_stream(self._own):
                 for piece in list(self._stepped):
                     self._await_piece(piece)
+
+
+def _marks_of(piece: Piece) -> list[tuple[int, int]]:
+    parameters = [record.parameter for record in piece.due]
+    return [(parameter.data_ptr(), torch_private.version_of(parameter)) for parameter in parameters]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -25,20 +26,7 @@ from memkit.transfer.host_memory import Span
 
 
 class StateRecord:
-    __slots__ = (
-        "__weakref__",
-        "done",
-        "group",
-        "has_master",
-        "index",
-        "is_shard",
-        "name",
-        "numbers",
-        "parameter",
-        "position",
-        "spoiled",
-        "undo",
-    )
+    """A parameter of the optimizer, and the step that it was in."""
 
     def __init__(self, name: str, parameter: Tensor, *, has_master: bool) -> None:
         self.name = name
@@ -82,6 +70,20 @@ def version_of(tensor: Tensor) -> int:
     """Return a tensor's version. A `DTensor` and its local tensor count apart: the sum of both."""
     version = torch_private.version_of(tensor)
     return version + torch_private.version_of(local_of(tensor)) if is_dtensor(tensor) else version
+
+
+class Accumulating:
+    """Steps within the backward, but not while `num_accumulating` is above 0."""
+
+    num_accumulating = 0
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        self.num_accumulating += 1
+        try:
+            yield
+        finally:
+            self.num_accumulating -= 1
 
 
 class ConsumedGradient(GradientStandIn):
@@ -247,6 +249,12 @@ class Piece:
         return (self,)
 
     @property
+    def chunk(self) -> DiskCopy:
+        assert self.layout is not None
+        assert self.layout.copy is not None
+        return self.layout.copy
+
+    @property
     def copies(self) -> Sequence[DiskCopy]:
         return () if self.layout is None or self.layout.copy is None else (self.layout.copy,)
 
@@ -398,6 +406,15 @@ class Piece:
                 if id(record) not in stepped and host:
                     entered.append((record.parameter, {**state[record.parameter], **host}))
         return entered
+
+    def leaving(
+        self, known: Iterable[Mapping[str, Tensor]], made: Iterable[tuple[StateRecord, Mapping[Any, Any]]]
+    ) -> list[dict[str, Tensor]]:
+        """Return the states that are copied, by parameter: those just made, or else the known ones."""
+        rows = [dict(row) for row in known] if self.layout is not None else [{} for _ in self.records]
+        for record, entries in made:
+            rows[record.index] = {name: value for name, value in entries.items() if may_leave(value)}
+        return rows
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         state = self.states_in(optimizer)

@@ -14,7 +14,6 @@ import operator
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +22,21 @@ from torch import Tensor
 
 from memkit.core import backwards, torch_private
 from memkit.core.forks import OwnThreads
-from memkit.core.hooks import HookSet, put_last
 from memkit.core.interrupts import do_at_once
 from memkit.device.base import Device
 from memkit.errors import StateOffloadError, warn_user
-from memkit.optimizers.shells import hollow_shell
 from memkit.optimizers.steppers import ReducedLayer
-from memkit.states.asked import host_layers_of, refuse_captured, refuse_gradients, weakly
-from memkit.states.one_step import OneStep, run_closure
-from memkit.states.pieces import ConsumedGradient, StateRecord, let_go_of_consumed, mark_of, refuse_another, version_of
+from memkit.states.asked import host_layers_of, refuse_gradients, weakly
+from memkit.states.one_step import OneStep
+from memkit.states.pieces import (
+    Accumulating,
+    ConsumedGradient,
+    StateRecord,
+    let_go_of_consumed,
+    mark_of,
+    refuse_another,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from memkit.states.members import Members
@@ -44,142 +49,8 @@ class _Batch:
         self.error: BaseException | None = None
 
 
-class ShardThread:
-    """Steps shards, each as a whole or not at all."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, device: Device) -> None:
-        self._optimizer = optimizer
-        self._device = device
-        self._thread: OwnThreads | None = None
-        self._batches: list[_Batch] = []
-        """Sent to the thread, and not waited for yet."""
-        self._failed: list[_Batch] = []
-        """Not stepped, and not reported yet."""
-        self._lost: dict[StateRecord, str] = {}
-        """Shards that may be stepped in part, with their error messages."""
-        self.met: dict[StateRecord, None] = {}
-        self.step_s = 0.0
-        """Seconds of steps, without their waits for gradients."""
-
-    def begin(self) -> None:
-        """Start the thread. If the system refused one only within a backward, other ranks would wait for this rank."""
-        thread = OwnThreads(1, "memkit-step", self._device.enter_thread)
-        thread.submit(int).result()
-        self._thread = thread
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing of a step was made, or given to the thread."""
-        return not (self.met or self._batches)
-
-    def has(self, layer: ReducedLayer) -> bool:
-        return any(batch.layer is layer for batch in self._batches)
-
-    def send(self, layer: ReducedLayer, records: Sequence[StateRecord], run: OneStep, landing: Sequence[Any]) -> None:
-        """Have shards of a layer stepped, once their gradients are in host memory and nobody reads them."""
-        assert self._thread is not None
-        batch = _Batch(layer, records, run, landing)
-        self._batches.append(batch)
-        self._thread.submit(self._step, batch)
-
-    def wait(self) -> None:
-        if self._thread is not None:
-            self._thread.submit(int).result()
-        failed = [batch for batch in self._batches if batch.error is not None]
-        self._failed.extend(failed)
-        self._batches.clear()
-
-    def raise_failed(self) -> None:
-        failed = list(self._failed)
-        self._failed.clear()
-        if not failed:
-            return
-        error = failed[0].error
-        lost = [self._lost[record] for batch in failed for record in batch.records if record in self._lost]
-        if lost:
-            raise StateOffloadError(lost[0]) from error
-        raise StateOffloadError(
-            f"the step of {_names(failed)} on the host has failed: {type(error).__name__}: {error}. What has failed is as "
-            "before the step and keeps its gradient, all else is as after it. Another optimizer.step() steps what is left"
-        ) from error
-
-    def refuse_lost(self, records: Iterable[StateRecord]) -> None:
-        for record in records:
-            if record in self._lost:
-                raise StateOffloadError(self._lost[record])
-
-    def forget_failed(self) -> None:
-        self._failed.clear()
-
-    def forget_step(self) -> None:
-        self._lost.clear()
-        self.met.clear()
-
-    def _step(self, batch: _Batch) -> None:
-        optimizer, records, run = self._optimizer, batch.records, batch.run
-        try:
-            self.refuse_lost(records)
-            for event in batch.landing:
-                event.synchronize()
-            if batch.last_read is not None:
-                batch.layer.device.synchronize(batch.last_read)
-            begin_s = time.perf_counter()
-            with torch.no_grad():
-                known = {record.parameter: optimizer.state.get(record.parameter) for record in records}
-                state = defaultdict[Any, Any](dict, {key: entries for key, entries in known.items() if entries})
-                prepared = run.prepare(records, list(known), state)
-                before = _versions(known)
-                try:
-                    written = run.step(prepared)
-                except BaseException as error:
-                    if _versions(known) != before:
-                        self._note_lost(batch, error)
-                    raise
-                consumed = {key: ConsumedGradient.of(key) for key in known}
-            self.step_s += time.perf_counter() - begin_s
-            for key, entries in known.items():
-                if key in state and not _are_same(entries, state[key]):
-                    optimizer.state[key] = state[key]
-            for leave in run.leave(written):
-                leave()
-            self.met.update(dict.fromkeys(records))
-            for key, grad in consumed.items():
-                key.grad = grad
-        except BaseException as error:
-            batch.error = error
-
-    def _note_lost(self, batch: _Batch, error: BaseException) -> None:
-        said = (
-            f"the step of {_names([batch])} on the host has failed within the optimizer ({type(error).__name__}: {error}), and "
-            "may have written a part of these parameters and of their states: they are lost. Load a checkpoint of the model "
-            "and of the optimizer (optimizer.load_state_dict), and go on"
-        )
-        self._lost.update(dict.fromkeys(batch.records, said))
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
-
-
-def _names(batches: Iterable[_Batch]) -> str:
-    names = [record.name for batch in batches for record in batch.records]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _versions(known: dict[Tensor, dict[Any, Any] | None]) -> list[int]:
-    tensors = [value for entries in known.values() for value in (entries or {}).values() if isinstance(value, Tensor)]
-    return [version_of(tensor) for tensor in (*known, *tensors)]
-
-
-def _are_same(entries: dict[Any, Any] | None, made: dict[Any, Any]) -> bool:
-    if entries is None or entries.keys() != made.keys():
-        return False
-    return all(value is made[name] for name, value in entries.items())
-
-
-class ShardSteps:
-    """Steps an optimizer over shards in host memory, layer by layer."""
+class ShardSteps(Accumulating):
+    """Steps an optimizer over shards in host memory, layer by layer, each as a whole or not at all."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, members: Members, device: Device) -> None:
         self._optimizer = optimizer
@@ -187,7 +58,14 @@ class ShardSteps:
         self._device = device
         self._layers: dict[ReducedLayer, list[StateRecord]] = {}
         self._known: list[list[int]] = []
-        self._thread = ShardThread(optimizer, device)
+        self._thread: OwnThreads | None = None
+        self._batches: list[_Batch] = []
+        """Sent to the thread, and not waited for yet."""
+        self._failed: list[_Batch] = []
+        """Not stepped, and not reported yet."""
+        self._lost: dict[StateRecord, str] = {}
+        """Shards that may be stepped in part, with their error messages."""
+        self._met: dict[StateRecord, None] = {}
         self._marks: list[tuple[Any, int] | None] = []
         """The gradients that a layer had before its reduction."""
         self._again: StateRecord | None = None
@@ -195,27 +73,18 @@ class ShardSteps:
         self._end: backwards.BackwardEnd | None = None
         self._ends = set[backwards.BackwardEnd]()
         self._in_backward: set[int] = set()
-        self._unfinished: OneStep | None = None
-        self._hollow: torch.optim.Optimizer | None = None
-        self._num_accumulating = 0
+        self.unfinished: OneStep | None = None
         self.num_steps = 0
+        self.host_step_s = 0.0
+        """Seconds of steps, without their waits for gradients."""
 
-    @property
-    def host_step_s(self) -> float:
-        return self._thread.step_s
-
-    def watch(self, hooks: HookSet) -> None:
-        """Step shards once their gradients are reduced. The optimizer was tried out."""
-        optimizer = self._optimizer
-        self._thread.begin()
+    def begin(self) -> None:
+        """Step shards once their gradients are reduced. The optimizer was tried out. If the system refused a thread only within
+        a backward, other ranks would wait for this rank."""
+        thread = OwnThreads(1, "memkit-step", self._device.enter_thread)
+        thread.submit(int).result()
+        self._thread = thread
         self._follow_groups(is_tried_out=True)
-        hooks.before_any_step(weakly(self._before_any_step))
-        self._before = optimizer.register_step_pre_hook(self._before_step)
-        hooks.add(self._before)
-        hooks.add(optimizer.register_step_post_hook(self._after_step))
-        hooks.add(optimizer.register_state_dict_pre_hook(self._before_state_dict, prepend=True))
-        hooks.add(optimizer.register_load_state_dict_pre_hook(self._before_load))
-        hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
 
     def _follow_groups(self, *, is_tried_out: bool = False) -> None:
         groups = self._optimizer.param_groups
@@ -228,10 +97,9 @@ class ShardSteps:
             self._members.try_out()
         before = {id(record.parameter): record for record in self._records()}
         found = defaultdict[ReducedLayer, list[StateRecord]](list)
-        places = [(number, position) for number, ids in enumerate(known) for position in range(len(ids))]
-        for place, new in zip(places, self._members.records(), strict=True):
+        for new in self._members.records():
             record = before.pop(id(new.parameter), new)
-            record.group, record.position = place
+            record.group, record.position = new.group, new.position
             found[layers[id(record.parameter)]].append(record)
         for record in before.values():
             record.group = -1
@@ -269,13 +137,13 @@ class ShardSteps:
         brought = []
         for record, mark in zip(self._layers[layer], self._marks, strict=True):
             grad = record.parameter.grad
-            if record in self._thread.met:
+            if record in self._met:
                 record.parameter.grad = ConsumedGradient.of(record.parameter)
                 if grad is not None:
                     self._again = record
             elif grad is not None and (mark is None or mark[0]() is not grad or mark[1] != version_of(grad)):
                 brought.append(record)
-        if brought and not self._num_accumulating:
+        if brought and not self.num_accumulating:
             self._in_backward.add(id(layer))
             run, is_first = self._send(layer, brought, layer.landing())
             if is_first:
@@ -287,8 +155,8 @@ class ShardSteps:
     def before_read(self, layer: ReducedLayer) -> None:
         if torch_private.backward_task() != -1 and self._is_over:
             self._end, self._in_backward = backwards.on_end(weakly(self._end_backward), among=self._ends), set()
-        if self._thread.has(layer):
-            self._thread.wait()
+        if any(batch.layer is layer for batch in self._batches):
+            self._wait_for_thread()
 
     @property
     def _is_over(self) -> bool:
@@ -296,66 +164,121 @@ class ShardSteps:
 
     def _end_backward(self, has_failed: bool) -> None:
         """Wait for the thread. Its errors are raised behind FSDP2's last reductions, where all ranks have come."""
-        self._thread.wait()
+        self._wait_for_thread()
         if has_failed:  # the next step raises it
             self._again = None
         else:
             backwards.on_end(weakly(self._raise_failed), among=self._ends)
 
     def _raise_failed(self, has_failed: bool) -> None:
-        self._thread.wait()
+        self._wait_for_thread()
         again, self._again = self._again, None
         if not has_failed:
-            self._thread.raise_failed()
+            self._raise_all()
             if again is not None:
                 refuse_another(again)
 
     def _send(self, layer: ReducedLayer, records: Iterable[StateRecord], landing: Sequence[Any]) -> tuple[OneStep, bool]:
         """Have the thread step shards of a layer. Return the optimizer's step, and whether it begins with these."""
-        run, is_first = self._unfinished, self._thread.is_idle
+        run, is_first = self.unfinished, not (self._met or self._batches)
         if run is None or is_first:
             self._follow_groups()
-            run = self._unfinished = OneStep(self._optimizer, copies=True)
+            run = self.unfinished = OneStep(self._optimizer, copies=True)
         due = [record for record in records if record.group >= 0]
         if due:
-            self._thread.send(layer, due, run, landing)
+            assert self._thread is not None
+            self._batches.append(batch := _Batch(layer, due, run, landing))
+            self._thread.submit(self._step, batch)
         return run, is_first
+
+    def _step(self, batch: _Batch) -> None:
+        optimizer, records, run = self._optimizer, batch.records, batch.run
+        try:
+            self._refuse_lost(records)
+            for event in batch.landing:
+                event.synchronize()
+            if batch.last_read is not None:
+                batch.layer.device.synchronize(batch.last_read)
+            begin_s = time.perf_counter()
+            with torch.no_grad():
+                known = {record.parameter: optimizer.state.get(record.parameter) for record in records}
+                state = defaultdict[Any, Any](dict, {key: entries for key, entries in known.items() if entries})
+                prepared = run.prepare(records, list(known), state)
+                before = _versions(known)
+                try:
+                    written = run.step(prepared)
+                except BaseException as error:
+                    if _versions(known) != before:
+                        self._note_lost(batch, error)
+                    raise
+                consumed = {key: ConsumedGradient.of(key) for key in known}
+            self.host_step_s += time.perf_counter() - begin_s
+            for key, entries in known.items():
+                if key in state and not _are_same(entries, state[key]):
+                    optimizer.state[key] = state[key]
+            for leave in run.leave(written):
+                leave()
+            self._met.update(dict.fromkeys(records))
+            for key, grad in consumed.items():
+                key.grad = grad
+        except BaseException as error:
+            batch.error = error
+
+    def _note_lost(self, batch: _Batch, error: BaseException) -> None:
+        said = (
+            f"the step of {_names([batch])} on the host has failed within the optimizer ({type(error).__name__}: {error}), and "
+            "may have written a part of these parameters and of their states: they are lost. Load a checkpoint of the model "
+            "and of the optimizer (optimizer.load_state_dict), and go on"
+        )
+        self._lost.update(dict.fromkeys(batch.records, said))
+
+    def _wait_for_thread(self) -> None:
+        if self._thread is not None:
+            self._thread.submit(int).result()
+        self._failed.extend(batch for batch in self._batches if batch.error is not None)
+        self._batches.clear()
+
+    def _raise_all(self) -> None:
+        failed = list(self._failed)
+        self._failed.clear()
+        if not failed:
+            return
+        error = failed[0].error
+        lost = [self._lost[record] for batch in failed for record in batch.records if record in self._lost]
+        said = (
+            f"the step of {_names(failed)} on the host has failed: {type(error).__name__}: {error}. What has failed is as "
+            "before the step and keeps its gradient, all else is as after it. Another optimizer.step() steps what is left"
+        )
+        raise StateOffloadError(lost[0] if lost else said) from error
 
     # The optimizer's step
 
-    def _before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the rest behind other hooks ahead of a step."""
-        if optimizer is self._optimizer:
-            put_last(self._before)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def step(self) -> None:
         """Step the rest. The class's own step that follows has no parameters."""
-        if optimizer is not self._optimizer:
-            return None  # a shell, by a class that calls the step of the one that it is derived from
-        refuse_captured(self._device)
-        args, kwargs = run_closure(args, kwargs)
-        if self._unfinished is not None:
-            self._unfinished.check_options()
+        if self.unfinished is not None:
+            self.unfinished.check_options()
         self.join()
         self._follow_groups()
-        self._thread.refuse_lost(self._records())
+        self._refuse_lost(self._records())
         due = {layer: [record for record in records if record.is_due()] for layer, records in self._layers.items()}
         refuse_gradients([record for records in due.values() for record in records])
         for layer, records in due.items():
             if records:
                 self._send(layer, records, layer.landing())  # a backward that has failed has not waited for them
         self.join()
-        met = self._thread.met
-        run = self._unfinished if met else None
+        run = self.unfinished if self._met else None
         if run is not None:
             run.write_changes()
         self._put_in_order()
-        self._unfinished = run or OneStep(optimizer)
-        self._unfinished.forget_options()
-        self._hollow = hollow_shell(optimizer)
-        met.clear()
+        self.unfinished = run or OneStep(self._optimizer)
+        self.unfinished.forget_options()
+        self._met.clear()
         self.num_steps += 1
-        return (self._hollow, *args[1:]), kwargs
+
+    def _refuse_lost(self, records: Iterable[StateRecord]) -> None:
+        for record in records:
+            if record in self._lost:
+                raise StateOffloadError(self._lost[record])
 
     def _put_in_order(self) -> None:
         """Put `optimizer.state` in the order of the parameters, as without memkit, and not of the backward."""
@@ -365,41 +288,22 @@ class ShardSteps:
             ordered = {**dict.fromkeys(parameters), **state}
             do_at_once(partial(state.clear), partial(state.update, ordered))
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        run, hollow = self._unfinished, self._hollow
-        if optimizer is self._optimizer and run is not None and hollow is not None:
-            run.write_of_others(hollow)
-            self._unfinished = self._hollow = None
-
     def join(self) -> None:
-        self._wait()
-        self._thread.raise_failed()
+        self.wait()
+        self._raise_all()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         backwards.join(self._ends)  # one that has failed may yet have something stepped
-        self._thread.wait()
+        self._wait_for_thread()
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        self._num_accumulating += 1
-        try:
-            yield
-        finally:
-            self._num_accumulating -= 1
+    def begin_loading(self) -> None:
+        self.wait()
+        self._failed.clear()
 
-    # What is saved and loaded
-
-    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer is self._optimizer:  # else a shell whose own step asks, within the thread
-            self.join()
-
-    def _before_load(self, _: torch.optim.Optimizer, __: dict[str, Any]) -> None:
-        self._wait()
-        self._thread.forget_failed()
-
-    def _after_load(self, _: torch.optim.Optimizer) -> None:
-        self._thread.forget_step()
-        self._unfinished = None
+    def end_loading(self) -> None:
+        self._lost.clear()
+        self._met.clear()
+        self.unfinished = None
 
     def close(self) -> None:
         """Let the optimizer step by itself. Stepped parameters have no gradient."""
@@ -410,4 +314,22 @@ class ShardSteps:
         for layer in self._layers:
             layer.end_steps(self)
         let_go_of_consumed(self._records())
-        self._thread.close()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+
+def _names(batches: Iterable[_Batch]) -> str:
+    names = [record.name for batch in batches for record in batch.records]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _versions(known: dict[Tensor, dict[Any, Any] | None]) -> list[int]:
+    tensors = [value for entries in known.values() for value in (entries or {}).values() if isinstance(value, Tensor)]
+    return [version_of(tensor) for tensor in (*known, *tensors)]
+
+
+def _are_same(entries: dict[Any, Any] | None, made: dict[Any, Any]) -> bool:
+    if entries is None or entries.keys() != made.keys():
+        return False
+    return all(value is made[name] for name, value in entries.items())

@@ -37,7 +37,7 @@ from memkit.states.at_rest import StatesAtRest, put_states, with_host_copies
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_steps import HostSteps
 from memkit.states.in_backward import BackwardSteps, LayeredSteps
-from memkit.states.members import Members, are_any_done, parameters_of
+from memkit.states.members import Members, parameters_of
 from memkit.states.memory import HostStates, StateSlots
 from memkit.states.on_disk import DiskStates
 from memkit.states.one_step import OneStep, run_closure
@@ -129,8 +129,8 @@ class StateOffload(NotCopied, EnteredOnce):
             it: then weights, gradients and states all stream, and each backward is a step. Shards in host memory, by
             `memkit.shard(offload_policy=CPUOffloadPolicy())`, are stepped there beside the backward, and nothing moves.
         overlap_forward: whether `optimizer.step()` returns before the parameters are stepped. The forward of each module waits
-            for its own, so the next forward runs beside the rest of the step. The step lets gradients go. Any other reader of
-            parameters (an average of weights, `model.state_dict()`) needs `wait()` first.
+            for its own, so the next forward runs beside the rest of the step. The step lets gradients go. Any other reader or
+            writer of parameters (an average of weights, `model.state_dict()`, `model.load_state_dict()`) needs `wait()` first.
         disk: holds the states that don't stay on the device, or with `host_budget` those that host memory has no room for; they
             pass through a few buffers in host memory. Only with `update="device"`, and without `overlap_forward`.
         device: where the parameters are; by default their own device.
@@ -195,17 +195,14 @@ class StateOffload(NotCopied, EnteredOnce):
         self._on_shards = None if gathers is None else ShardSteps(optimizer, self._members, gathers)
         self._overlap = ForwardOverlap(optimizer, self.device, in_order=self._members.draws) if overlap_forward else None
         self._host = HostStates(self.device, limit_bytes=limit_bytes)
-        self._disk = None if disk is None else DiskStates(disk, self.device, self._host)
+        self._disk = DiskStates(disk, self.device, self._host)
         self._slots: StateSlots | None = None
         self._is_open = False
         """Whether states may have moved."""
         claim(optimizer, self)
         try:
             self._plan()
-            if self._on_shards is None:
-                self._hooks.before_any_step(weakly(self._before_any_step))
-            else:
-                self._on_shards.watch(self._hooks)
+            self._hooks.before_any_step(weakly(self._before_any_step))
             self._hooks.add(optimizer.register_step_post_hook(self._after_step))
         except BaseException:
             self.close()
@@ -215,9 +212,10 @@ class StateOffload(NotCopied, EnteredOnce):
         """Plan which states leave, and begin, unless the optimizer may as well step by itself."""
         apart, costs = self.when == "backward", self._members.costs()
         self.plan = plan_states(costs, update=self.update, apart=apart, **self._limits)
-        if self._on_shards is not None:
-            return  # nothing moves
-        if self.plan.is_empty and self._master is None and self._overlap is None and not apart:
+        if self._on_shards is not None:  # nothing moves
+            self._on_shards.begin()
+            self._watch()
+        elif self.plan.is_empty and self._master is None and self._overlap is None and not apart:
             self._members.place()
         else:
             self._begin()
@@ -238,11 +236,16 @@ class StateOffload(NotCopied, EnteredOnce):
         self._open(pieces)
         self._members.place()
         if self._overlap is not None:
+            self._overlap.stepping = self._stepping
             self._hooks.ahead_of_all_forwards(weakly(self._overlap.before_forward, when_gone=self._hooks.remove))
+        self._watch()
+        self._hooks.add(optimizer.register_state_dict_post_hook(self._after_state_dict, prepend=True))
+
+    def _watch(self) -> None:
+        optimizer = self.optimizer
         self._before = optimizer.register_step_pre_hook(self._before_step)
         self._hooks.add(self._before)
         self._hooks.add(optimizer.register_state_dict_pre_hook(self._before_state_dict, prepend=True))
-        self._hooks.add(optimizer.register_state_dict_post_hook(self._after_state_dict, prepend=True))
         self._hooks.add(optimizer.register_load_state_dict_pre_hook(self._before_load))
         self._hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
 
@@ -252,14 +255,14 @@ class StateOffload(NotCopied, EnteredOnce):
         """Run this step's hook behind other hooks, such as clipping. If nothing has left the device so far, plan again."""
         if optimizer is not self.optimizer:
             return
-        if not self._is_open and not self._members.are_as_many():
+        if not self._is_open and self._on_shards is None and not self._members.are_as_many():
             self._check_groups()
             try:
                 self._plan()
             except HostMemoryError:
                 self.close()  # the optimizer has its states
                 raise
-        if self._is_open:
+        if self._is_open or self._on_shards is not None:
             put_last(self._before)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -268,37 +271,43 @@ class StateOffload(NotCopied, EnteredOnce):
             return None  # a shell, by a class that calls the step of the one that it is derived from
         refuse_captured(self.device)
         args, kwargs = run_closure(args, kwargs)
+        self._step() if self._on_shards is None else self._on_shards.step()
+        self._hollow = hollow_shell(optimizer)
+        return (self._hollow, *args[1:]), kwargs
+
+    def _step(self) -> None:
         if self._in_backward is not None:
             self._in_backward.check_options()
         self._settle()
         self._follow_groups()
         stepping, members = self._stepping, self._members
-        is_rest = stepping.unfinished is not None and are_any_done(members.pieces)
+        is_rest = stepping.unfinished is not None and any(
+            record.is_done() for item in members.pieces for record in item.records
+        )
         if self._in_backward is not None and self._in_backward.end():
             is_rest = True
-        run = (stepping.unfinished if is_rest else None) or OneStep(optimizer, copies=self._overlap is not None)
-        self._on_device.tidy(members.pieces)
+        run = (stepping.unfinished if is_rest else None) or OneStep(self.optimizer, copies=self._overlap is not None)
+        self._disk.tidy(members.pieces)
         due = members.find_due(leaves_done=is_rest)
         refuse_gradients([record for piece in due for record in piece.due])
         self._rest.adopt_due(due, members.pieces)
         if self._overlap is not None:
-            self._overlap.run(stepping, due, run)
+            self._overlap.run(due, run)
         else:
             stepping.run(due, run, in_order=members.draws)
             self._wait()
         stepping.num_steps += self._in_backward is None or not self._in_backward.is_whole_step
-        self._hollow = hollow_shell(optimizer)
-        return (self._hollow, *args[1:]), kwargs
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_open:
+        side = self._on_shards or (self._stepping if self._is_open else None)
+        if side is None:
             return  # by this hook, the optimizer keeps the object
-        run, hollow = self._stepping.unfinished, self._hollow
+        run, hollow = side.unfinished, self._hollow
         if optimizer is self.optimizer and run is not None and hollow is not None:
             run.write_of_others(hollow)
             if self._in_backward is not None:
                 self._in_backward.forget_done()
-            self._stepping.unfinished = None
+            side.unfinished = None
 
     def _settle(self, *, is_loading: bool = False) -> None:
         """Put right a step that was broken off, or not waited for. Nothing is on its way then."""
@@ -308,6 +317,8 @@ class StateOffload(NotCopied, EnteredOnce):
             if not is_loading:
                 raise
             warn_user(f"StateOffload: {error}")
+        if self._overlap is not None:
+            self._overlap.refuse_foreign_writes()
         told = [piece for piece in self._members.pieces if piece.lost is not None] if is_loading else []
         if self._stepping.is_broken:
             (self._in_backward or self._stepping).mend(self._members.pieces)
@@ -320,9 +331,12 @@ class StateOffload(NotCopied, EnteredOnce):
             self._in_backward.drop_ahead()
 
     def wait(self) -> None:
-        """Wait for the last step, with `overlap_forward=True`: the caller then reads new parameters and states."""
+        """Wait for the last step, with `overlap_forward=True`: the caller then reads new parameters and states. Raises
+        StateOffloadError if it has failed, or if somebody else has written to a parameter meanwhile."""
         if not self._is_closed:
             self._wait()
+            if self._overlap is not None:
+                self._overlap.refuse_foreign_writes()
 
     def _wait(self) -> None:
         """Wait until stepped states are in host memory, for readers there."""
@@ -366,8 +380,7 @@ class StateOffload(NotCopied, EnteredOnce):
 
     def _open(self, pieces: list[Piece]) -> None:
         """Set host memory aside for pieces, and move existing states there."""
-        if self._disk is not None:
-            self._disk.reserve([piece.plan for piece in pieces])
+        self._disk.reserve([piece.plan for piece in pieces])
         self._host.reserve([piece for piece in pieces if not piece.plan.is_resident and not piece.plan.is_on_disk])
         self._on_host.reserve([piece for piece in pieces if piece.plan.update is Update.HOST])
         for piece in pieces:
@@ -394,7 +407,12 @@ class StateOffload(NotCopied, EnteredOnce):
 
     # What is saved and loaded
 
-    def _before_state_dict(self, _: torch.optim.Optimizer) -> None:
+    def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is not self.optimizer:
+            return  # a shell, whose own step asks
+        if self._on_shards is not None:
+            self._on_shards.join()
+            return
         self._members.refuse_use()
         self._settle()
         self._wait()
@@ -402,7 +420,10 @@ class StateOffload(NotCopied, EnteredOnce):
     def _after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         return with_host_copies(state_dict, self._rest.read(self._members.pieces))
 
-    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        if self._on_shards is not None:
+            self._on_shards.begin_loading()
+            return None
         members = self._members
         members.refuse_fork()
         self._settle(is_loading=True)
@@ -416,10 +437,13 @@ class StateOffload(NotCopied, EnteredOnce):
         return {**state_dict, "state": {}}
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._on_shards is not None:
+            self._on_shards.end_loading()
+            return
         loaded, self._loaded = self._loaded, None
         assert loaded is not None
-        put_states(loaded, optimizer, self._members, self._rest.torch_device)
-        self._stepping.forget_failure()
+        put_states(loaded, optimizer, self._members, self.device.torch_device)
+        self._stepping.unfinished = self._stepping.untold = None
         for piece in self._members.pieces:
             piece.forget_loss()
         self._rest.separate(self._members.pieces)
@@ -431,7 +455,7 @@ class StateOffload(NotCopied, EnteredOnce):
 
     def stats(self) -> StateStats:
         """Return the bytes moved so far, and the present memory."""
-        plan, slots, disk, shards = self.plan, self._slots, self._disk, self._on_shards
+        plan, slots, shards, store = self.plan, self._slots, self._on_shards, self._disk.opened
         num_steps, host_step_s = self._stepping.num_steps if self._is_open else 0, 0.0 if slots is None else slots.host_step_s
         if shards is not None:
             num_steps, host_step_s = shards.num_steps, shards.host_step_s
@@ -447,8 +471,8 @@ class StateOffload(NotCopied, EnteredOnce):
             d2h_bytes=0 if slots is None else slots.d2h_bytes,
             host_step_s=host_step_s,
             disk_bytes=plan.disk_bytes,
-            disk_read_bytes=0 if disk is None else disk.read_bytes,
-            disk_written_bytes=0 if disk is None else disk.written_bytes,
+            disk_read_bytes=0 if store is None else store.read_bytes,
+            disk_written_bytes=0 if store is None else store.written_bytes,
         )
 
     def __repr__(self) -> str:
@@ -487,8 +511,7 @@ class StateOffload(NotCopied, EnteredOnce):
             self._on_device.close(self._members.pieces)
         self._is_closed = True
         release(self.optimizer, self)
-        if self._disk is not None:
-            self._disk.close()
+        self._disk.close()
         self._host.close(self._members.pieces)
         if self._slots is not None:
             self._slots.close()

@@ -29,8 +29,8 @@ class Stepping:
         self.is_broken = False
         self._has_drawn = False
         """Whether a step has drawn random numbers though the trial's drew none."""
-        self._untold: StateOffloadError | None = None
-        """A failed step on the host whose gradient is gone, and that an interrupt kept from being raised."""
+        self.untold: StateOffloadError | None = None
+        """A failed step on the host whose gradient is gone, and whose error nobody has raised: the next step does."""
 
     def run(
         self,
@@ -49,7 +49,7 @@ class Stepping:
             note_stepped: called behind each piece that was stepped on the device.
             note_left: called behind each piece whose gradients are on their way to the host; if given, `join` waits for these.
         """
-        untold, self._untold = self._untold, None
+        untold, self.untold = self.untold, None
         if untold is not None:
             raise untold
         self.unfinished, self.is_broken = run, True
@@ -80,9 +80,6 @@ class Stepping:
                 self._note(error, pieces)
             raise
         self.is_broken = False
-
-    def forget_failure(self) -> None:
-        self.unfinished = self._untold = None
 
     def _note_drawn(self) -> None:
         """Keep to the groups' order from now on: a step, or another thread, has drawn random numbers, and the trial none."""
@@ -117,7 +114,7 @@ class Stepping:
             try:
                 self.mend(under_way, goes_on=True)
             finally:
-                self._untold = None
+                self.untold = None
             raise _failure(failed, error) from error
         except BaseException:
             self.mend(under_way, goes_on=True)
@@ -143,7 +140,7 @@ class Stepping:
     def _step_on_device(self, parts: Sequence[Piece], run: OneStep, note_stepped: Callable[[Piece], object]) -> None:
         num_begun = 0
         for number, part in enumerate(parts):
-            self._on_device.read_ahead(parts, number)
+            self._on_device.disk.read_ahead(parts[number:])
             num_begun = self._begin(self._on_device, parts, num_begun)
             if num_begun == number:  # it is not there yet
                 self._on_device.begin(part)
@@ -193,8 +190,8 @@ class Stepping:
         gone = [piece for piece in pieces if any(map(self._on_host.failure_of, piece.parts)) and _has_let_go([piece])]
         if gone:
             error = next(filter(None, map(self._on_host.failure_of, gone[0].parts)))
-            self._untold = _failure(gone, error)
-            self._untold.__cause__ = error
+            self.untold = _failure(gone, error)
+            self.untold.__cause__ = error
         for part in [part for piece in pieces for part in piece.parts]:
             side = self._on_host if part.plan.update is Update.HOST else self._on_device
             if part.residency is Residency.STEPPING:

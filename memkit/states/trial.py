@@ -23,8 +23,8 @@ from memkit.optimizers.shells import (
     are_alike,
     changes_of_group,
     changes_of_shell,
-    cut_group,
     differing,
+    emptied,
     may_be_written,
     needs_closure,
     own_attributes,
@@ -247,7 +247,7 @@ class Trial:
         return shell
 
     def step_none(self) -> None:
-        step_of(self._optimizer)(self._shell([cut_group(group, []) for group in self.groups], defaultdict(dict)))
+        step_of(self._optimizer)(self._shell([emptied(group) for group in self.groups], defaultdict(dict)))
 
     def step_all(self, *, leaves_out: bool) -> None:
         self._give_gradients(leaves_out=leaves_out)
@@ -336,11 +336,7 @@ def have_same_bits(one: Any, other: Any) -> bool:
         return isinstance(one, Tensor) and isinstance(other, Tensor)
     if one.dtype != other.dtype or one.size() != other.size():
         return False
-    return (
-        bool(torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)))
-        if one.dim()
-        else bool(torch.equal(one.nan_to_num(), other.nan_to_num()) if one.is_floating_point() else torch.equal(one, other))
-    )
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 _MOST_CUT_GROUPS = 16

@@ -6,7 +6,6 @@ import os
 import stat
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ class DiskTransfer:
         self.what, self.blocks, self.move, self.is_read = what, blocks, move, is_read
         self.error: BaseException | None = None
         """The error of the first block that failed. Blocks that had not begun then are not moved."""
-        self.is_told = False
         self._begin = begin
         """Waits for the events ahead of the first block."""
         self.is_beginning = False
@@ -72,26 +70,8 @@ class DiskTransfer:
         self.error = self.error or error
 
 
-class DiskQueue(ABC):
-    @abstractmethod
-    def put(self, transfer: DiskTransfer) -> None:
-        """Queue a transfer, without a wait."""
-
-    @abstractmethod
-    def wait(self, transfer: DiskTransfer) -> None:
-        """Wait until a transfer is over."""
-
-    @abstractmethod
-    def cancel(self, transfer: DiskTransfer) -> None:
-        """End a transfer, queued or not: wait for its blocks under way; no others move."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End all transfers, and then every thread. May be called again."""
-
-
-class DiskThreads(DiskQueue):
-    """A queue that a few threads work off side by side, several on one transfer."""
+class DiskQueue:
+    """Transfers that a few threads work off side by side, several on one transfer."""
 
     def __init__(self, num_threads: int) -> None:
         self._changed = threading.Condition(threading.Lock())
@@ -110,6 +90,7 @@ class DiskThreads(DiskQueue):
         return self._changed
 
     def put(self, transfer: DiskTransfer) -> None:
+        """Queue a transfer, without a wait."""
         assert not self._is_closed
         with self._of_this_process():
             self._waiting.append(transfer)
@@ -121,6 +102,7 @@ class DiskThreads(DiskQueue):
             self._changed.wait_for(lambda: transfer.is_over)
 
     def cancel(self, transfer: DiskTransfer) -> None:
+        """End a transfer, queued or not: wait for its blocks under way; no others move."""
         with self._of_this_process():
             transfer.error = transfer.error or KeyboardInterrupt()
             if transfer in self._waiting:
@@ -128,6 +110,7 @@ class DiskThreads(DiskQueue):
             self._changed.wait_for(lambda: transfer.is_over)
 
     def close(self) -> None:
+        """End all transfers, and then every thread. May be called again."""
         if os.getpid() != self._process:
             return  # a fork has no threads, and perhaps a lock that one of them held
         with self._changed:
@@ -187,10 +170,8 @@ class DiskStore:
     become the chunk's place, by one assignment, and its place before is free. So a write that fails or is broken off loses
     nothing on disk. The caller keeps the bytes in memory until it knows that the write has ended well (`wait`).
 
-    A read or a write that fails raises at `wait`; if nobody waits for it, at the next call of any method, which then does
-    nothing else. With `waits_for_all`, the caller waits for each transfer, and only `wait` raises. If Ctrl-C breaks off the
-    request for a transfer, the transfer has not begun. If it came right behind the call, the transfer goes on:
-    `DiskCopy.transfer` is there.
+    A read or a write that fails raises at `wait`, which the caller owes each transfer. If Ctrl-C breaks off the request for a
+    transfer, the transfer has not begun. If it came right behind the call, the transfer goes on: `DiskCopy.transfer` is there.
 
     `file` has room for all chunks, each in whole pages, and for those being written beside them. The events of `device` tell
     when bytes in host memory are ready. One thread reads or writes at most `block_bytes` at once.
@@ -203,14 +184,12 @@ class DiskStore:
         device: Device,
         *,
         block_bytes: int = BLOCK_BYTES,
-        waits_for_all: bool = False,
     ) -> None:
         self.file = file
         self.lock = threading.RLock()
         self.is_broken = False
         self.read_bytes = self.written_bytes = 0
         self._queue, self._device, self._block_bytes = queue, device, block_bytes
-        self._waits_for_all = waits_for_all
         self._copies: dict[int, DiskCopy] = {}
         self._moving: dict[int, DiskCopy] = {}
         self._gaps = Gaps()
@@ -244,7 +223,6 @@ class DiskStore:
     def add(self, name: str, num_bytes: int) -> DiskCopy:
         """Return the copy of a chunk of at least one byte, which has no place before the first write."""
         assert num_bytes > 0
-        self._raise_untold()
         copy = DiskCopy(name, num_bytes)
         self._copies[id(copy)] = copy
         return copy
@@ -254,7 +232,6 @@ class DiskStore:
         """Give a chunk a place of its own that it keeps, and return its bytes as memory: `read` finds later writes to it. The
         memory holds the room on the disk, even once this is closed."""
         assert not copy.places[0]
-        self._raise_untold()
         ranges = self._gaps.take(rounded(copy.num_bytes, DISK_PAGE_BYTES))
         if not ranges:
             raise DiskError(f'"{copy.name}" has no room in one place in the scratch file', path=self.file.directory)
@@ -288,7 +265,6 @@ class DiskStore:
         size = rounded(copy.num_bytes, DISK_PAGE_BYTES)
         if self._gaps.num_bytes < size:
             self._settle_all(must_wait=True)
-            self._raise_untold()
         if self._gaps.num_bytes < size:
             raise DiskError(
                 f"\"{copy.name}\" needs {format_bytes(size)} of the scratch file in '{self.file.directory}', beside what "
@@ -330,7 +306,6 @@ class DiskStore:
         """End all transfers and threads, and give the room on the disk back. Calling it again does nothing."""
         self._shut()
         self._is_closed = True
-        self._raise_untold()
 
     # Transfers
 
@@ -338,9 +313,7 @@ class DiskStore:
         assert not self._is_closed, "the disk store is closed"
         assert span.num_bytes == copy.num_bytes
         self._settle_all(must_wait=False)
-        self._raise_untold()
         self._end_transfer(copy)
-        self._raise_untold()
         self._forget_transfer(copy)
 
     def _end_transfer(self, copy: DiskCopy) -> None:
@@ -354,7 +327,7 @@ class DiskStore:
         what = f'{"reading" if is_read else "writing"} "{copy.name}" ({format_bytes(copy.num_bytes)})'
         blocks = cut_in_blocks(ranges, span.pieces, block_bytes=self._block_bytes)
         self._beginning = self._moving[id(copy)] = copy
-        copy.transfer = DiskTransfer(what, blocks, self.file.read if is_read else self.file.write, begin, is_read=is_read)
+        copy.transfer = DiskTransfer(what, blocks, partial(self.file.move, is_read=is_read), begin, is_read=is_read)
         self._queue.put(copy.transfer)
         self._beginning = None
 
@@ -408,19 +381,10 @@ class DiskStore:
 
     # Errors
 
-    def _raise_untold(self) -> None:
-        if self._waits_for_all:
-            return
-        for copy in self._moving.values():
-            transfer = copy.transfer
-            if transfer is not None and transfer.is_over and not transfer.is_told:
-                self._raise_error(transfer)
-
     def _raise_error(self, transfer: DiskTransfer) -> None:
         error = transfer.error
         if error is None:
             return
-        transfer.is_told = True
         if not isinstance(error, OSError):
             raise error
         raise DiskError(
@@ -489,7 +453,7 @@ class Disk:
                 f"{stat.S_IMODE(mode):o}). Use another directory, or set the sticky bit: chmod +t '{self.directory}'"
             )
 
-    def open(self, num_bytes: int, device: Device, *, num_threads: int = 4, waits_for_all: bool = False) -> DiskStore:
+    def open(self, num_bytes: int, device: Device, *, num_threads: int = 4) -> DiskStore:
         """Return a store for at most so many bytes of chunks, each rounded up to 4 KiB and counted twice while being written.
         Warns if reads and writes must go through the system's cache.
 
@@ -497,7 +461,6 @@ class Disk:
             num_bytes: of all chunks.
             device: its events tell when bytes in host memory are ready.
             num_threads: that read and write.
-            waits_for_all: whether `DiskStore.wait` alone raises errors.
 
         Raises:
             DiskError: the limit, or the free room on the disk, is less; or the system makes no file there.
@@ -505,7 +468,7 @@ class Disk:
         file = self._make_file(self._allowed(num_bytes))
         if file.refusal is not None:
             warn_user(f"Disk: {file.refusal}")
-        return DiskStore(file, self._make_queue(num_threads), device, waits_for_all=waits_for_all)
+        return DiskStore(file, self._make_queue(num_threads), device)
 
     def extend(self, store: DiskStore, num_bytes: int) -> None:
         """Have a store that was opened here have room for so many bytes.
@@ -529,4 +492,4 @@ class Disk:
         return ScratchFile(self.directory, num_bytes)
 
     def _make_queue(self, num_threads: int) -> DiskQueue:
-        return DiskThreads(num_threads)
+        return DiskQueue(num_threads)

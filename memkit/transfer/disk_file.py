@@ -114,23 +114,15 @@ class DiskFile(ABC):
     def close(self) -> None:
         """Give the room on the disk back. Calling it again does nothing."""
 
-    def read(self, block: DiskBlock) -> None:
+    def move(self, block: DiskBlock, *, is_read: bool) -> None:
         is_straight = block.is_aligned or not self.is_direct
         buffers = block.buffers if is_straight else (self._buffer(block.num_bytes),)
-        self._move_all(self._read_some, buffers, block.offset)
-        if not is_straight:
-            for memory, part in _paired(block.buffers, buffers[0]):
-                memory[:] = part
-        if not self.is_direct:
-            self._forget_cached(block.offset, block.num_bytes)
-
-    def write(self, block: DiskBlock) -> None:
-        is_straight = block.is_aligned or not self.is_direct
-        buffers = block.buffers if is_straight else (self._buffer(block.num_bytes),)
-        if not is_straight:
-            for memory, part in _paired(block.buffers, buffers[0]):
-                part[:] = memory
-        self._move_all(self._write_some, buffers, block.offset)
+        pairs = [] if is_straight else [*_paired(block.buffers, buffers[0])]
+        for memory, part in () if is_read else pairs:
+            part[:] = memory
+        self._move_all(self._read_some if is_read else self._write_some, buffers, block.offset)
+        for memory, part in pairs if is_read else ():
+            memory[:] = part
         if not self.is_direct:
             self._forget_cached(block.offset, block.num_bytes)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from memkit.core.sizes import check_budget_bytes
 from memkit.errors import DiskError
-from memkit.transfer.disk import Disk, DiskQueue, DiskThreads, DiskTransfer
+from memkit.transfer.disk import Disk, DiskQueue, DiskTransfer
 from memkit.transfer.disk_file import DiskFile
 from memkit.transfer.host_memory import Range
 
@@ -59,7 +60,7 @@ class ReferenceDisk(Disk):
 
     def _make_queue(self, num_threads: int) -> DiskQueue:
         _, seed, is_late = self._made_by
-        return _LateQueue(seed) if is_late else DiskThreads(num_threads)
+        return _LateQueue(seed) if is_late else DiskQueue(num_threads)
 
     _made_by: tuple[Fault | None, int | None, bool]
 
@@ -128,7 +129,7 @@ class _LateQueue(DiskQueue):
 
     def __init__(self, seed: int | None) -> None:
         self._random = None if seed is None else random.Random(seed)
-        self._waiting: list[DiskTransfer] = []
+        self._waiting = deque[DiskTransfer]()
 
     def put(self, transfer: DiskTransfer) -> None:
         if transfer.may_move:
@@ -150,7 +151,7 @@ class _LateQueue(DiskQueue):
             self._move_one()
 
     def _move_one(self) -> None:
-        self._waiting = [transfer for transfer in self._waiting if not transfer.is_over]
+        self._waiting = deque(transfer for transfer in self._waiting if not transfer.is_over)
         if not self._waiting:
             return
         transfer = self._waiting[0] if self._random is None else self._random.choice(self._waiting)

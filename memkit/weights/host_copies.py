@@ -259,8 +259,7 @@ class DiskCopies:
     def close(self) -> None:
         """Give the room on the disk back, but for mapped bytes. The host has waited for all copies."""
         if self._opened is not None:
-            with contextlib.suppress(DiskError):  # of reads ahead
-                self._opened.close()
+            self._opened.close()
 
 
 class HostCopies:

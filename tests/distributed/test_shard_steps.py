@@ -24,7 +24,7 @@ from memkit.distributed.host_shards import HostLayer
 from memkit.errors import ProfileError, StateOffloadError
 from memkit.optimizers.steppers import layers_of
 from memkit.states.pieces import ConsumedGradient
-from memkit.states.shard_steps import ShardSteps, ShardThread
+from memkit.states.shard_steps import ShardSteps
 from memkit.transfer import ReferenceDisk
 from tests.distributed import stepping
 from tests.distributed.cases import Model, assert_same, local, make, step
@@ -40,7 +40,7 @@ from tests.distributed.stepping import (
     trained,
 )
 from tests.engine import LateThread
-from tests.states.edits import Program
+from tests.states.test_group_edits import Program
 from tests.test_forks import RAISED, in_fork
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload.* without its fused kernel")
@@ -500,16 +500,16 @@ def test_interrupt_of_the_wait_leaves_nothing_half_way(one: None, monkeypatch: p
     expected = train(plain, spied(plain))
     model = on_host(make())
     optimizer, states = spied_states(model)
-    wait, is_over = ShardThread.wait, False
+    wait, is_over = ShardSteps._wait_for_thread, False
 
-    def interrupted(thread: ShardThread) -> None:
+    def interrupted(steps: ShardSteps) -> None:
         nonlocal is_over
         if not is_over:
             is_over = True
             raise KeyboardInterrupt
-        wait(thread)
+        wait(steps)
 
-    monkeypatch.setattr(ShardThread, "wait", interrupted)
+    monkeypatch.setattr(ShardSteps, "_wait_for_thread", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(model, 0, 0)
     optimizer.step()

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.states import host_steps, in_backward
 from memkit.states.memory import StateSlot, StateSlots
+from memkit.transfer import ReferenceDisk
 from tests.engine import LateThread
 from tests.states.cases import (
     WAYS,
     FailsOnHost,
+    ScheduleFree,
     assert_same,
     assert_same_training,
     batch,
+    cut,
     is_same,
     make_net,
     offload,
     skip_host_steps,
     train,
 )
+from tests.weights.cases import Stack, inputs
 
-pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel"),
+    pytest.mark.filterwarnings("ignore:LayerOffload frees no memory"),
+]
 
 
 @pytest.mark.parametrize("update", ["device", "host"])
@@ -46,11 +57,13 @@ def test_gradients_are_let_go_within_the_backward(device: Device, update: str) -
         optimizer.step()
 
 
+@pytest.mark.parametrize("way", ["backward", "backward, host"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_beside_checkpoints(device: Device, reentrant: bool) -> None:
+def test_beside_checkpoints(device: Device, reentrant: bool, way: str) -> None:
+    skip_host_steps(device, way)
     nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[1], device, when="backward"):
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in nets]
+    with offload(optimizers[1], device, **WAYS[way]):
         for net, own in zip(nets, optimizers, strict=True):
             for step in range(3):
                 x = batch(device, step).requires_grad_()
@@ -83,12 +96,16 @@ def test_use_of_a_consumed_gradient_is_refused(device: Device, use: Any) -> None
         optimizer.step()
 
 
-def test_a_second_backward_without_accumulate_is_refused(device: Device) -> None:
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_a_second_backward_without_accumulate_is_refused(device: Device, zeroes: bool) -> None:
     model = make_net(device)
     optimizer = torch.optim.AdamW(model.parameters())
     with offload(optimizer, device, when="backward"):
         model(batch(device, 0)).square().mean().backward()
-        with pytest.raises(StateOffloadError, match=r"To accumulate, put `with states.accumulate\(\):` around"):
+        if zeroes:
+            optimizer.zero_grad()
+        told = r"To accumulate, put `with states.accumulate\(\):` around.* gradients you have zeroed.*call optimizer\.step\(\)"
+        with pytest.raises(StateOffloadError, match=told):
             model(batch(device, 1)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -96,24 +113,74 @@ def test_a_second_backward_without_accumulate_is_refused(device: Device) -> None
         optimizer.step()
 
 
+def _load_model(model: nn.Module, other: nn.Module, *, by_data: bool = False) -> None:
+    if by_data:
+        for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.data.copy_(value.data)
+    else:
+        model.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("ends", "loads"),
+    [
+        ("backward", "optimizer, model"),
+        *((ends, loads) for ends in ("backward", "failed backward") for loads in ("model, optimizer", "data, optimizer")),
+        ("step", "model, optimizer"),
+    ],
+)
 @pytest.mark.parametrize("way", [way for way in WAYS if "backward" in way])
-@pytest.mark.parametrize("is_behind_backward", [False, True])
-def test_loading_between_a_backward_and_the_next(device: Device, way: str, is_behind_backward: bool) -> None:
+def test_loading_between_steps(device: Device, way: str, ends: str, loads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that was stepped before overwrites what is loaded, wherever it was stepped."""
     skip_host_steps(device, way)
+    cut(monkeypatch)
     nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in nets]
     with offload(optimizers[1], device, **WAYS[way]) as states:
         train(nets[0], optimizers[0], device, range(3))
         train(nets[1], optimizers[1], device, range(5, 7), states=states)
-        if is_behind_backward:
+        if ends == "failed backward":
+            handle = nets[1].layers[0].weight.register_hook(_fail)
+            with pytest.raises(ArithmeticError):
+                nets[1](batch(device, 8)).square().mean().backward()
+            handle.remove()
+        elif ends == "backward":
             nets[1](batch(device, 8)).square().mean().backward()
-        states.wait()  # else the host's steps would come back behind the loaded states
-        nets[1].load_state_dict(nets[0].state_dict())
-        optimizers[1].load_state_dict(optimizers[0].state_dict())
+        for what in loads.split(", "):
+            if what == "optimizer":
+                optimizers[1].load_state_dict(optimizers[0].state_dict())
+            else:
+                _load_model(nets[1], nets[0], by_data=what == "data")
         optimizers[1].zero_grad()
         train(nets[0], optimizers[0], device, range(3, 5))
         train(nets[1], optimizers[1], device, range(3, 5), states=states)
         assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise ArithmeticError("the test's own")
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "backward" in way])
+def test_parameters_are_stepped_once_the_backward_is_over(device: Device, way: str) -> None:
+    """So may they be read, and written to, ahead of `optimizer.step()`."""
+    skip_host_steps(device, way)
+    nets = [make_net(device), make_net(device)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in nets]
+    with offload(optimizers[1], device, **WAYS[way]):
+        for number in range(3):
+            for net, own in zip(nets, optimizers, strict=True):
+                net(batch(device, number)).square().mean().backward()
+                if net is nets[0]:
+                    own.step()
+            assert_same(nets[0].state_dict(), nets[1].state_dict())
+            for net in nets:
+                net.head.weight.data.clamp_(-0.1, 0.1)
+                nn.utils.vector_to_parameters(0.5 * nn.utils.parameters_to_vector(net.parameters()), net.parameters())
+            optimizers[1].step()
+            for own in optimizers:
+                own.zero_grad()
+            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
 def test_a_learning_rate_set_behind_the_backward_is_refused(device: Device) -> None:
@@ -129,17 +196,6 @@ def test_a_learning_rate_set_behind_the_backward_is_refused(device: Device) -> N
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = 0.25
         model(batch(device, 1)).square().mean().backward()
-        optimizer.step()
-
-
-def test_a_step_left_out_is_told(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with offload(optimizer, device, when="backward"):
-        model(batch(device, 0)).square().mean().backward()
-        optimizer.zero_grad()
-        with pytest.raises(StateOffloadError, match=r"whose gradients you have zeroed.*call optimizer\.step\(\) first"):
-            model(batch(device, 1)).square().mean().backward()
         optimizer.step()
 
 
@@ -183,26 +239,24 @@ class Gate:
         return self
 
 
-def test_a_backward_does_not_wait_for_the_host(device: Device) -> None:
+def test_no_gradient_waits_for_the_host(device: Device) -> None:
     nets = [make_net(device), make_net(device)]
     optimizers = [torch.optim.AdamW(nets[0].parameters(), fused=True), Slow(nets[1].parameters())]
     if device.torch_device.type != "cpu":
         pytest.skip("the plain steps differ from the host's in last bits")
     with offload(optimizers[1], device, when="backward", update="host"):
+        gate = optimizers[1].gate.is_open
+        nets[1].layers[0].weight.register_hook(lambda _: gate.set())  # the last layer to have a gradient
         for step in range(3):
             train(nets[0], optimizers[0], device, [step])
-            before = [parameter.detach().clone() for parameter in nets[1].parameters()]
-            optimizers[1].gate.is_open.clear()
-            nets[1](batch(device, 10 * step)).square().mean().backward()
-            assert_same(before, [parameter.detach() for parameter in nets[1].parameters()])
-            optimizers[1].gate.is_open.set()
-            optimizers[1].step()
-            optimizers[1].zero_grad()
+            gate.clear()
+            train(nets[1], optimizers[1], device, [step])
             assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
 
 
-@pytest.mark.parametrize("has_states", [False, True])
-def test_an_error_on_the_host_is_raised_by_the_step(device: Device, has_states: bool) -> None:
+@pytest.mark.parametrize(("has_states", "fails_itself"), [(False, False), (True, False), (False, True)])
+def test_an_error_on_the_host_is_raised_by_the_backward(device: Device, has_states: bool, fails_itself: bool) -> None:
+    """Or by the step, if the backward fails for another reason."""
     model = make_net(device)
     optimizer = FailsOnHost(model.parameters())
     with offload(optimizer, device, when="backward", update="host") as states:
@@ -211,10 +265,14 @@ def test_an_error_on_the_host_is_raised_by_the_step(device: Device, has_states: 
         before = [parameter.detach().clone() for parameter in model.parameters()]
         saved = copy.deepcopy(optimizer.state_dict())
         optimizer.told["fails"] = 3
-        model(batch(device, 5)).square().mean().backward()
+        if fails_itself:
+            handle = model.layers[0].weight.register_hook(_fail)
+            with pytest.raises(ArithmeticError, match="the test's own"):
+                model(batch(device, 5)).square().mean().backward()
+            handle.remove()
         with pytest.raises(StateOffloadError, match=r"the step of .* on the host has failed: ArithmeticError: no") as caught:
-            optimizer.step()
-        assert sum(not is_same(*pair) for pair in zip(before, model.parameters(), strict=True)) == 8
+            optimizer.step() if fails_itself else model(batch(device, 5)).square().mean().backward()
+        assert sum(not is_same(*pair) for pair in zip(before, model.parameters(), strict=True)) == 8 - fails_itself
         assert isinstance(caught.value.__cause__, ArithmeticError)
         if has_states:
             with pytest.raises(StateOffloadError, match=r"they are lost\. Load a checkpoint"):
@@ -285,25 +343,12 @@ def test_interrupt_when_a_backward_ends_lets_no_gradient_go_ahead_of_the_waits(m
         assert len(waits) == 2 + 8 + 1  # those of all gradients but the first, and of the stream for steps, are made again
 
 
-def test_parameters_may_be_read_once_the_backward_is_over() -> None:
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_parameters_may_be_read_between_the_backward_and_the_step(update: str) -> None:
     device = ReferenceDevice()
     model = make_net(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with offload(optimizer, device, when="backward") as states:
-        train(model, optimizer, device, range(2), states=states)
-        model(batch(device, 2)).square().mean().backward()
-        for parameter in model.parameters():
-            device.note_read(parameter.untyped_storage())
-        device.synchronize()
-    assert not device.races
-
-
-def test_what_reads_parameters_behind_the_backward_is_not_overtaken_by_the_host() -> None:
-    """`optimizer.step()` writes parameters that were stepped on the host, behind the current stream's earlier work."""
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with offload(optimizer, device, when="backward", update="host") as states:
+    with offload(optimizer, device, when="backward", update=update) as states:
         train(model, optimizer, device, range(2), states=states)
         model(batch(device, 2)).square().mean().backward()
         for parameter in model.parameters():
@@ -327,13 +372,10 @@ def test_a_failed_step_on_the_host_is_told_of_though_an_interrupt_came_first(
 
     with offload(optimizer, device, update="host", **options) as states:
         optimizer.told["fails"] = 1
-        model(batch(device, 0)).square().mean().backward()
-        if "overlap_forward" in options:
-            optimizer.step()
         with monkeypatch.context() as patch:
             patch.setattr(host_steps.HostSteps, "join", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                states.wait()
+                train(model, optimizer, device, range(2), states=states)
         with pytest.raises(StateOffloadError, match=r"the step of .* on the host has failed: ArithmeticError: no"):
             optimizer.step()
         optimizer.step()
@@ -463,3 +505,104 @@ def test_groups_that_are_copied_behind_the_backward_are_written_to_once(device: 
 
     assert num_steps == num_plain == 4
     assert all(map(torch.equal, parameters, plain))
+
+
+# Backwards that fail
+
+
+FAILING_WAYS: dict[str, dict[str, Any]] = {update: {"update": update} for update in ("device", "host")}
+
+
+FAILING_WAYS |= {"disk": {"disk": ReferenceDisk()}, "layered": {"streams": True}, "layered without states": {"streams": True}}
+
+
+LOOPS = ["zeroed ahead", "filled with zeros ahead", "zeroed behind", "never zeroed"]
+
+
+class Failing(Stack):
+    """Its backward fails behind the second layer, if told so."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](self.stem(x)))
+        if self.fails:
+            x.register_hook(_fail)
+        return self.head(self.layers[2](x))
+
+
+def _train(model: Failing, optimizer: Any, device: Device, loop: str, *, is_plain: bool) -> None:
+    (batch,) = inputs(device, 1)
+    for step in range(5):
+        if loop == "zeroed ahead" or is_plain:
+            optimizer.zero_grad()
+        elif loop == "filled with zeros ahead":
+            optimizer.zero_grad(set_to_none=False)
+        model.fails = step == 2
+        with contextlib.suppress(ArithmeticError):
+            model(batch + step / 10).square().mean().backward()
+            optimizer.step()
+            if loop == "zeroed behind":
+                optimizer.zero_grad()
+        if is_plain and model.fails:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("make", [partial(torch.optim.AdamW, lr=1e-2), ScheduleFree], ids=["adamw", "schedule free"])
+@pytest.mark.parametrize("loop", [LOOPS[0], *(pytest.param(loop, marks=pytest.mark.slow) for loop in LOOPS[1:])])
+@pytest.mark.parametrize("way", FAILING_WAYS)
+def test_loop_goes_on(
+    way: str, loop: str, make: Callable[[Any], torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, options = ReferenceDevice(), dict(FAILING_WAYS[way])
+    torch.manual_seed(0)
+    model = Failing(3)
+    plain = copy.deepcopy(model)
+    plain_optimizer = make(plain.parameters())
+    _train(plain, plain_optimizer, device, loop, is_plain=True)
+    with contextlib.ExitStack() as stack:
+        optimizer: Any = None
+        if options.pop("streams", False):
+            if way == "layered without states" and make is ScheduleFree:
+                pytest.skip("it keeps state in its groups, which LayerOffload refuses")
+            layers = memkit.LayerOffload(model, train="fused", optimizer=make, device=device, offload_ratio=0.5, num_slots=2)
+            optimizer = stack.enter_context(layers).optimizer
+        else:
+            optimizer = make(model.parameters())
+        if way != "layered without states":
+            stack.enter_context(offload(optimizer, device, when="backward", **options))
+        _train(model, optimizer, device, loop, is_plain=False)
+    assert_same_training(plain, plain_optimizer, model, optimizer)
+    assert not device.races
+
+
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_gradients_that_are_zeroed_are_of_another_step_where_no_forward_of_a_module_runs(update: str) -> None:
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights, lr=0.5, momentum=0.9)
+
+    def loss(fails: bool = False) -> Tensor:
+        found = weights[0] * 2
+        if fails:
+            found.register_hook(_fail)
+        return (found.square() * weights[1]).sum()
+
+    with offload(optimizer, ReferenceDevice(), when="backward", update=update):
+        with pytest.raises(ArithmeticError):
+            loss(fails=True).backward()
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+    assert weights[1].tolist() == pytest.approx([-4.8] * 4)
+
+
+def test_another_backward_of_gradients_that_are_not_zeroed_is_refused() -> None:
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    with offload(torch.optim.SGD(weights), ReferenceDevice(), when="backward"):
+        found = weights[0] * 2
+        found.register_hook(_fail)
+        with pytest.raises(ArithmeticError):
+            (found + weights[1]).sum().backward()
+        with pytest.raises(StateOffloadError, match="was stepped within an earlier backward of this step"):
+            weights[1].sum().backward()

@@ -15,8 +15,9 @@ from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.states.at_rest import StatesAtRest
 from memkit.states.memory import HostStates
+from memkit.states.on_disk import DiskStates
 from memkit.states.pieces import Piece, StateRecord
-from tests.states.cases import Odd, assert_same, offload
+from tests.states.cases import assert_same, offload
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel"),
@@ -63,21 +64,6 @@ def assert_as_plain(
 
 def fused(parameters: list[nn.Parameter]) -> Any:
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
-
-
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize(("first", "more"), [(6, 6), (12, 1), (2, 40)])
-def test_groups_that_are_added(device: Device, update: str, first: int, more: int) -> None:
-    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
-        for step in range(6):
-            if step in (2, 4):
-                added = make(more, seed=step)
-                optimizer.add_param_group({"params": added, "lr": 3e-3})
-                parameters += added
-            give_grads(parameters, step)
-            optimizer.step()
-
-    assert_as_plain(device, lambda: make(first), fused, loop, update=update)
 
 
 class Scaled(torch.optim.SGD):
@@ -178,30 +164,6 @@ def test_a_step_of_others_than_before_is_undone(device: Device, becomes_double: 
         assert_same(before, [parameter.detach() for parameter in parameters])
 
 
-@pytest.mark.parametrize("update", UPDATES)
-def test_states_that_change_places_and_go(device: Device, update: str) -> None:
-    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
-        for step in range(9):
-            give_grads(parameters, step, without=range(step % 3, 24, 5))
-            optimizer.step()
-
-    assert_as_plain(device, lambda: make(24), Odd, loop, update=update)
-
-
-@pytest.mark.parametrize("update", UPDATES)
-def test_float32_copies_that_the_class_replaces(device: Device, update: str) -> None:
-    ends = []
-    for options in ({"update": update}, {"device_budget": "1GiB"}):
-        parameters = make(12, dtype=torch.bfloat16)
-        optimizer = Odd(parameters)
-        with offload(optimizer, device, master=torch.float32, **options):
-            for step in range(9):
-                give_grads(parameters, step, without=range(step % 3, 12, 5))
-                optimizer.step()
-            ends.append((parameters, optimizer.state_dict()))
-    assert_same(*ends)
-
-
 @pytest.mark.parametrize("has_step_on_device", [False, True])
 def test_states_without_dimensions_go_back_to_where_the_parameter_is(device: Device, has_step_on_device: bool) -> None:
     parameter = nn.Parameter(torch.zeros((), device="meta"))
@@ -211,35 +173,10 @@ def test_states_without_dimensions_go_back_to_where_the_parameter_is(device: Dev
     record.group = record.position = 0
     sizes = {"parameter_bytes": 512, "gradient_bytes": 512, "sent_bytes": 1024, "state_bytes": 0, "numel": 1}
     plan = StatePiece(parameters=(0,), slot=0, update=Update.HOST, **sizes)
-    rest = StatesAtRest(optimizer, device, HostStates(device, limit_bytes=None))
+    host = HostStates(device, limit_bytes=None)
+    rest = StatesAtRest(optimizer, device, host, DiskStates(None, device, host))
 
     rest.give_back([Piece(plan, [record])])
 
     places = {name: value.device.type for name, value in optimizer.state[parameter].items()}
     assert places == {"step": "meta" if has_step_on_device else "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
-
-
-def test_a_side_that_comes_with_an_added_group_has_slots_of_its_own(device: Device) -> None:
-    def loop(parameters: list[nn.Parameter], optimizer: Any) -> None:
-        for step in range(4):
-            if step == 2:
-                added = make(14, seed=step)
-                optimizer.add_param_group({"params": added})
-                parameters += added
-            give_grads(parameters, step)
-            optimizer.step()
-
-    assert_as_plain(device, lambda: make(1), fused, loop, update="host", device_budget=2**12)
-
-
-def test_float32_copies_without_dimensions_on_the_host(device: Device) -> None:
-    ends = []
-    for update in ("device", "host"):
-        parameters = [nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16)), *make(3, dtype=torch.bfloat16)]
-        optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
-        with offload(optimizer, device, update=update, master=torch.float32):
-            for step in range(6):
-                give_grads(parameters, step)
-                optimizer.step()
-            ends.append((parameters, optimizer.state_dict()))
-    assert_same(*ends)

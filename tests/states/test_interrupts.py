@@ -17,7 +17,7 @@ from memkit.transfer import ReferenceDisk
 from tests.interrupts import interrupts
 from tests.states.cases import WAYS, assert_same, cut
 from tests.states.test_faults import Compared
-from tests.states.test_layered_faults import _Trained
+from tests.states.test_layered import Ahead
 from tests.threads import num_own_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")
@@ -83,7 +83,7 @@ def test_saving(way: str, num_lines: int) -> None:
 )
 def test_backward_of_streamed_layers(options: dict[str, Any], num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch)
-    trained = _Trained(ReferenceDevice(), torch.optim.AdamW, torch.optim.AdamW, **options)
+    trained = Ahead(ReferenceDevice(), torch.optim.AdamW, torch.optim.AdamW, **options)
     for _ in interrupts(trained.step, num_lines, prepare=trained.begin_anew):
         with lost_is_named():
             trained.assert_whole()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import re
 import weakref
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -19,17 +22,19 @@ import memkit
 from memkit.core import torch_private
 from memkit.device import Device, ReferenceDevice
 from memkit.device.clocks import ReferenceStream
-from memkit.errors import LayerOffloadError, StateOffloadError
+from memkit.errors import DiskError, LayerOffloadError, StateOffloadError
 from memkit.plan import LayerCosts, plan_streamed_ratio
-from memkit.states import in_backward
 from memkit.states.in_backward import LayeredSteps
 from memkit.transfer import ReferenceDisk
 from memkit.weights import shares
 from tests.interrupts import hooks_around
-from tests.states.cases import ScheduleFree, assert_same, assert_same_training, cut, offload
+from tests.states.cases import WAYS, ScheduleFree, assert_same, assert_same_training, cut, offload
+from tests.states.test_faults import ERRORS, Faulty, _failing, assert_old_or_new, snapshot
+from tests.states.test_on_disk import Faults
 from tests.weights.cases import RUNS, WIDTH, Block, Stack, inputs, only_lora
 
 Make = Callable[[Any], torch.optim.Optimizer]
+
 
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": partial(torch.optim.AdamW, lr=0.01),
@@ -69,6 +74,7 @@ class Both:
         ratio: float | str = 1.0,
         num_slots: int = 3,
         dtype: torch.dtype = torch.float32,
+        plain_make: Make | None = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -81,7 +87,7 @@ class Both:
         self.optimizer = self.layers.optimizer
         self.states = memkit.StateOffload(self.optimizer, when="backward", device=device, **options)
         trained = [parameter for parameter in self.plain.parameters() if parameter.requires_grad]
-        self.plain_optimizer = make(trained)
+        self.plain_optimizer = (plain_make or make)(trained)
         self.plain_states: memkit.StateOffload | None = None
         if "master" in options:  # tests/states/test_master.py says what that is
             self.plain_states = offload(self.plain_optimizer, device, master=options["master"])
@@ -90,6 +96,9 @@ class Both:
     def batch(self) -> Tensor:
         (batch,) = inputs(self.device, 1)
         return (batch + self.num_steps / 100).to(self.dtype)
+
+    def backward(self, model: nn.Module) -> None:
+        model(self.batch()).float().square().mean().backward()
 
     def step(self, *, has_own: bool = False) -> None:
         """Train both for one step, and compare them."""
@@ -217,15 +226,6 @@ def test_windows_of_large_parameters_hold_no_slot(
     both.close()
 
 
-def test_few_gradients_are_held(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_backward, "_HELD_BYTES", 2000)
-    both = Both(device)
-    for _ in range(3):
-        both.step()
-
-    both.close()
-
-
 def test_states_are_in_host_memory_and_figures_are_true(device: Device) -> None:
     both = Both(device)
     for _ in range(2):
@@ -238,19 +238,28 @@ def test_states_are_in_host_memory_and_figures_are_true(device: Device) -> None:
     assert stats.h2d_bytes == sum(piece.state_bytes for piece in both.states.plan.pieces)  # there were none at first
     assert stats.d2h_bytes == 2 * stats.h2d_bytes
     assert layers.d2h_bytes == 2 * layers.streamed_bytes
-    for entries in both.optimizer.state.values():
+    for one, other in zip(both.plain.parameters(), both.model.parameters(), strict=True):
+        entries = both.optimizer.state[other]
         assert {value.device.type for value in entries.values() if value.dim()} == {"cpu"}
+        assert_same(both.plain_optimizer.state[one], entries, "states, read once the backward is over")
     both.close()
 
 
-def test_states_are_there_once_the_backward_is_over(device: Device) -> None:
-    """A loop need not call `step()`, nor `wait()`."""
-    both = Both(device)
-    for _ in range(3):
+@pytest.mark.parametrize("loads", ["model, optimizer", "optimizer, model"])
+@pytest.mark.parametrize("options", [{}, {"num_slots": 2, "disk": ReferenceDisk(seed=3)}], ids=["host", "disk"])
+def test_loading_between_steps(device: Device, options: dict[str, Any], loads: str) -> None:
+    both = Both(device, **options)
+    for _ in range(2):
         both.step()
-
-        for one, other in zip(both.plain.parameters(), both.model.parameters(), strict=True):
-            assert_same(both.plain_optimizer.state[one], both.optimizer.state[other], "states, read as they are")
+    both.model(both.batch()).square().mean().backward()
+    for what in loads.split(", "):
+        if what == "model":
+            both.model.load_state_dict(both.plain.state_dict())
+        else:
+            both.optimizer.load_state_dict(copy.deepcopy(both.plain_optimizer.state_dict()))
+    for _ in range(2):
+        both.step()
+    both.assert_same_training()
     both.close()
 
 
@@ -269,26 +278,6 @@ def test_states_that_stay_on_the_device(device: Device) -> None:
 
 
 # What comes and goes
-
-
-def test_parameters_that_come_later(device: Device) -> None:
-    model = Stack(4)
-    model.layers[1].requires_grad_(False)
-    model.stem.requires_grad_(False)
-    both = Both(device, model=model)
-    both.step()
-    for one, optimizer in ((both.plain, both.plain_optimizer), (both.model, both.optimizer)):
-        for module in (one.get_submodule("layers.1"), one.get_submodule("stem")):
-            module.requires_grad_(True)
-            optimizer.add_param_group({"params": list(module.parameters()), "lr": 0.02})
-    for _ in range(3):
-        both.step()
-    for one in (both.plain, both.model):
-        one.get_submodule("layers.2").requires_grad_(False)
-    both.step()
-
-    both.assert_same_training()
-    both.close()
 
 
 @pytest.mark.slow
@@ -403,17 +392,6 @@ def test_accumulation_is_refused(device: Device) -> None:
     both.close()
 
 
-def test_learning_rate_set_between_the_backward_and_the_step_is_refused(device: Device) -> None:
-    both = Both(device)
-    both.step(has_own=True)
-    both.model(both.batch()).square().mean().backward()
-    both.optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(StateOffloadError, match=re.escape('"lr" of a group was set between the backward and optimizer.step()')):
-        both.optimizer.step()
-    both.optimizer.step()
-    both.close()
-
-
 def test_gradient_that_no_backward_has_brought_is_refused(device: Device) -> None:
     both = Both(device)
     both.step()
@@ -518,3 +496,286 @@ def test_parts_of_a_layer_are_stepped_in_backwards_of_their_own(device: Device) 
         both.step()
 
     both.close()
+
+
+# What goes wrong
+
+KINDS = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
+
+
+class Ahead(Both):
+    """The plain model is a step ahead."""
+
+    def __init__(
+        self,
+        device: ReferenceDevice,
+        kind: Any,
+        plain_kind: Any,
+        *,
+        has_master: bool = False,
+        has_states: bool = True,
+        disk: Any = None,
+    ) -> None:
+        options: dict[str, Any] = {"master": torch.float32, "dtype": torch.bfloat16} if has_master else {}
+        make, plain_make = partial(kind, lr=1e-2), partial(plain_kind, lr=1e-2)
+        super().__init__(device, make, plain_make=plain_make, model=Stack(3), num_slots=2, disk=disk, **options)
+        for _ in range(2 * has_states):
+            self.step_plain()
+        self.begin = copy.deepcopy((self.plain.state_dict(), self.plain_optimizer.state_dict()))
+        self.old = snapshot(self.plain, self.plain_optimizer)
+        self.step_plain()
+        self.new = snapshot(self.plain, self.plain_optimizer)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self.model.load_state_dict(self.begin[0])
+        self.optimizer.load_state_dict(copy.deepcopy(self.begin[1]))
+
+    def step(self, **_: Any) -> None:
+        self.backward(self.model)
+
+    def step_plain(self) -> None:
+        self.backward(self.plain)
+        self.plain_optimizer.step()
+        self.plain_optimizer.zero_grad()
+
+    def assert_whole(self) -> int:
+        """Assert that each parameter is old or new, with its states. Return how many are new."""
+        with torch.no_grad():
+            self.model(self.batch())  # which finishes interrupted work
+        return assert_old_or_new(snapshot(self.model, self.optimizer), self.old, self.new)
+
+    def assert_goes_on(self) -> None:
+        """Assert that the next step equals that of a plain model in the same state."""
+        self.plain.load_state_dict(self.model.state_dict())
+        self.plain_optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        self.step()
+        self.step_plain()
+        self.assert_same_training()
+
+    def close(self) -> None:
+        super().close()
+        self.device.synchronize()
+        assert not self.device.races  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(
+    name=st.sampled_from(sorted(KINDS)),
+    at=st.integers(1, 260),
+    error=st.sampled_from(ERRORS),
+    has_states=st.booleans(),
+    has_master=st.booleans(),
+    is_cut=st.booleans(),
+    disk=st.sampled_from([None, None, ReferenceDisk(), ReferenceDisk(seed=1), ReferenceDisk(is_late=False)]),
+)
+def test_a_fault_of_the_device(
+    name: str,
+    at: int,
+    error: type[BaseException],
+    has_states: bool,
+    has_master: bool,
+    is_cut: bool,
+    disk: memkit.Disk | None,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if is_cut:
+            cut(patch)
+        device, kind = Faulty(), KINDS[name]
+        trained = Ahead(device, kind, kind, has_master=has_master, has_states=has_states, disk=disk)
+        device.num_calls, device.fails_at = 0, {at: error("injected")}
+        try:
+            trained.step()
+        except (*ERRORS, StateOffloadError, LayerOffloadError):
+            device.fails_at = {}
+            trained.assert_whole()
+            trained.begin_anew()
+        device.fails_at = {}
+        trained.assert_goes_on()
+        trained.close()
+
+
+@pytest.mark.slow
+@pytest.mark.core(1)
+@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id=""),
+        pytest.param({"has_states": False}, id="new"),
+        pytest.param({"has_master": True}, id="master"),
+        pytest.param({"disk": ReferenceDisk()}, id="disk"),
+    ],
+)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_fault_of_the_optimizer(name: str, options: dict[str, Any], is_behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer fails in its step of a parameter, ahead of its last line or behind it: that parameter is unchanged."""
+    cut(monkeypatch)
+    kind: Any = _failing(KINDS[name])
+    trained = Ahead(ReferenceDevice(), kind, KINDS[name], **options)
+    kind.is_behind = is_behind
+    num_new = []
+    for at in (1, 4, 9):
+        trained.begin_anew()
+        kind.num_calls, kind.fails_at = 0, {at: ArithmeticError("no")}
+        with pytest.raises(ArithmeticError):
+            trained.step()
+        num_new.append(trained.assert_whole())
+        trained.optimizer.step()
+        assert trained.assert_whole() == num_new[-1]
+        assert trained.layers.stats().num_overflows == 0
+
+    assert num_new[0] == 0
+    assert num_new[2] > num_new[1] > 0 or num_new[2] > 0
+    trained.assert_goes_on()
+    trained.close()
+
+
+@pytest.mark.slow
+def test_large_parameter_whose_rest_fails_as_well_is_refused_until_states_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch)
+    kind: Any = _failing(torch.optim.AdamW)
+    trained = Ahead(ReferenceDevice(), kind, torch.optim.AdamW)
+    number = next(n for n, piece in enumerate(reversed(trained.states.plan.pieces)) if len(piece.windows) > 1)
+    kind.num_calls, kind.fails_at = 0, {number + at: ArithmeticError("no") for at in (2, 3)}
+    with pytest.raises(StateOffloadError, match="The rest failed: ArithmeticError: no"):
+        trained.step()
+    with pytest.raises(StateOffloadError, match=r"a part of the parameter.* Load a checkpoint"):
+        trained.step()
+
+    trained.begin_anew()
+    trained.assert_goes_on()
+    assert trained.layers.stats().num_overflows == 0
+    trained.close()
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(
+    what=st.sampled_from(["read", "write"]),
+    at=st.integers(0, 24),
+    number=st.sampled_from([errno.EIO, errno.ENOSPC]),
+    lasts=st.booleans(),
+    has_states=st.booleans(),
+    is_cut=st.booleans(),
+    is_late=st.booleans(),
+)
+def test_a_disk_that_fails(what: str, at: int, number: int, lasts: bool, has_states: bool, is_cut: bool, is_late: bool) -> None:
+    """Each weight is as before the step or as after it, with its states, and the next backward goes on."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_cut:
+            cut(patch)
+        faults = Faults()
+        disk = ReferenceDisk(fault=faults, is_late=is_late)
+        trained = Ahead(ReferenceDevice(), torch.optim.AdamW, torch.optim.AdamW, has_states=has_states, disk=disk)
+        faults.arm(what, at, number, lasts=lasts)
+        try:
+            trained.step()
+        except (DiskError, StateOffloadError, LayerOffloadError):
+            faults.disarm()
+            try:
+                trained.assert_whole()
+            except StateOffloadError as error:
+                assert is_cut
+                assert lasts
+                assert "a part of the parameter" in str(error)  # noqa: PT017
+                trained.begin_anew()  # its layer has left the slot: a checkpoint is loaded, as the error says
+        faults.disarm()
+        trained.assert_goes_on()
+        trained.close()
+
+
+# Layers that are stepped on the host, beside states of other parameters
+
+
+class Net(nn.Module):
+    """Layers that stream, between an embedding and a head that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return self.head(x)
+
+
+def _made() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def _rest_of(model: Net) -> list[nn.Parameter]:
+    return [*model.stem.parameters(), *model.head.parameters()]
+
+
+@pytest.mark.parametrize("way", ["device", "beside", "backward", "backward, disk"])
+def test_weights_gradients_and_states_are_all_in_host_memory(device: Device, way: str) -> None:
+    """Layers stream and are stepped on the host; the states of the rest pass through the device."""
+    if device.torch_device.type != "cpu":
+        pytest.skip("the plain steps of the layers differ from the host's in last bits")
+    plain, model = _made(), _made()
+    x = torch.randn(5, 8, 16, device=device.torch_device)
+    on_layers, on_rest = (
+        torch.optim.AdamW(plain.layers.parameters(), fused=True),
+        torch.optim.AdamW(_rest_of(plain), fused=True),
+    )
+    for batch in x:
+        plain(batch).square().mean().backward()
+        for own in (on_layers, on_rest):
+            own.step()
+            own.zero_grad()
+
+    with memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device):
+        mine, rest = torch.optim.AdamW(model.layers.parameters(), fused=True), torch.optim.AdamW(_rest_of(model), fused=True)
+        with offload(rest, device, **WAYS[way]) as states:
+            for batch in x:
+                model(batch).square().mean().backward()
+                for own in (mine, rest):
+                    own.step()
+                    own.zero_grad()
+            states.wait()
+            assert states.stats().host_bytes > 0
+            assert (states.plan.host_bytes == 0) == ("disk" in way)
+            assert_same(on_rest.state_dict()["state"], rest.state_dict()["state"])
+        assert_same(on_layers.state_dict()["state"], mine.state_dict()["state"])
+    assert_same([*plain.parameters()], [*model.parameters()])
+
+
+def test_what_streams_is_refused(device: Device) -> None:
+    model = _made()
+    with memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device):
+        with pytest.raises(ValueError, match=re.escape("parameter 0.0 streams by LayerOffload, and its states are in host")):
+            offload(torch.optim.AdamW(model.layers.parameters(), fused=True), device)
+        offload(torch.optim.AdamW(_rest_of(model), fused=True), device).close()
+    offload(torch.optim.AdamW(model.to(device.torch_device).parameters(), fused=True), device).close()
+
+
+@pytest.mark.parametrize("when", ["step", "backward"])
+def test_what_is_stepped_within_the_backward_by_others_is_refused(device: Device, when: str) -> None:
+    model = _made()
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, fused=True)
+
+    with memkit.LayerOffload(model, offload_ratio=1.0, train="fused", optimizer=make, device=device):
+        for parameters in (model.layers.parameters(), _rest_of(model)):
+            with pytest.raises(ValueError, match=re.escape('within the backward by LayerOffload(train="fused")')) as caught:
+                offload(make(parameters), device, when=when)
+            assert 'memkit.StateOffload(offload.optimizer, when="backward")' in str(caught.value)
+    offload(make(model.to(device.torch_device).parameters()), device, when=when).close()
+
+
+def test_layers_whose_states_are_offloaded_do_not_stream(device: Device) -> None:
+    model = _made().to(device.torch_device)
+    before = copy.deepcopy(model.state_dict())
+    states = offload(torch.optim.AdamW(model.parameters(), fused=True), device)
+    with pytest.raises(ValueError, match=re.escape('"stem.weight" is stepped by an optimizer with a StateOffload')):
+        memkit.LayerOffload(model, offload_ratio=1.0, device=device)
+    assert_same(before, model.state_dict())
+    states.close()
+    memkit.LayerOffload(model, offload_ratio=1.0, device=device).close()

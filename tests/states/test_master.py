@@ -150,35 +150,6 @@ def test_master_of_float32_is_refused(device: Device) -> None:
         offload(optimizer, device, master=torch.float32)
 
 
-@pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
-@pytest.mark.parametrize("update", ["device", "host"])
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda parameter: parameter.data.fill_(5.0),
-        lambda parameter: setattr(parameter, "data", torch.full_like(parameter, 5.0)),
-        lambda parameter: nn.utils.vector_to_parameters(torch.full((parameter.numel(),), 5.0).to(parameter), [parameter]),
-    ],
-    ids=["in place", "set", "vector"],
-)
-def test_what_is_written_through_data_counts(device: Device, update: str, write: Any) -> None:
-    model = make_net(device, dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12, momentum=0.9)
-    with offload(optimizer, device, master=torch.float32, update=update):
-        train(model, optimizer, device, range(2))
-        weight, other = model.head.weight, model.layers[0].weight
-        before = optimizer.state[other]["master"].clone()
-        write(weight)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-            if optimizer.state[parameter]:
-                optimizer.state[parameter]["momentum_buffer"].zero_()
-        optimizer.step()
-
-        assert_same(optimizer.state[weight]["master"], torch.full_like(weight, 5.0, dtype=torch.float32))
-        assert_same(optimizer.state[other]["master"], before)
-
-
 def test_a_written_zero_of_the_other_sign_counts() -> None:
     master = torch.tensor([-0.0, 1.0 + 2.0**-20, float("nan")])
     parameter = torch.tensor([0.0, 1.0, float("nan")], dtype=torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -15,7 +16,6 @@ from memkit.errors import RaceError, StateOffloadError
 from memkit.states import device_steps, host_steps
 from tests.states.cases import (
     FailsOnHost,
-    ScheduleFree,
     assert_same,
     assert_same_training,
     batch,
@@ -294,6 +294,39 @@ def test_the_step_and_the_forward_of_others_do_not_wait_for_the_host() -> None:
     assert not device.races
 
 
+@pytest.mark.parametrize("ends", ["load", "wait", "forward", "step"])
+@pytest.mark.parametrize("update", ["device", "host"])
+@pytest.mark.parametrize("swaps", [False, True])
+def test_parameters_written_to_beside_their_step_are_refused(device: Device, update: str, ends: str, swaps: bool) -> None:
+    nets = [make_net(device), make_net(device)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in nets]
+    with offload(optimizers[1], device, overlap_forward=True, update=update) as states:
+        for net, own in zip(nets, optimizers, strict=True):
+            train(net, own, device, range(2))
+        saved = copy.deepcopy((nets[0].state_dict(), optimizers[0].state_dict()))
+        what = {
+            "load": lambda: optimizers[1].load_state_dict(saved[1]),
+            "wait": states.wait,
+            "forward": lambda: nets[1](batch(device, 1)),
+            "step": optimizers[1].step,
+        }
+        if swaps:
+            head = nets[1].head.weight
+            head.data = head.data.clone()
+        else:
+            nets[1].load_state_dict(saved[0])
+        with pytest.raises(StateOffloadError, match=r"written to beside its step.* Call states\.wait\(\) first"):
+            what[ends]()
+        nets[1].load_state_dict(saved[0])
+        optimizers[1].load_state_dict(saved[1])
+        optimizers[1].zero_grad()
+        if device.torch_device.type == "cpu" or update == "device":
+            for net, own in zip(nets, optimizers, strict=True):
+                train(net, own, device, range(2, 4))
+            states.wait()
+            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+
+
 @pytest.mark.parametrize("ends", ["wait", "forward", "step", "state_dict"])
 def test_an_error_on_the_host_is_raised_by_what_waits_for_it(ends: str) -> None:
     device = ReferenceDevice()
@@ -319,18 +352,3 @@ def test_an_error_on_the_host_is_raised_by_what_waits_for_it(ends: str) -> None:
         states.wait()
     device.synchronize()
     assert not device.races
-
-
-def test_closing_waits_for_the_host() -> None:
-    device = ReferenceDevice()
-    nets = [make_net(device), make_net(device)]
-    optimizers = [ScheduleFree(net.parameters()) for net in nets]
-    states = offload(optimizers[1], device, overlap_forward=True, update="host")
-    for net, own in zip(nets, optimizers, strict=True):
-        for step in range(3):
-            net(batch(device, step)).square().mean().backward()
-            own.step()
-            own.zero_grad()
-            own.param_groups[0]["lr"] *= 0.5
-    states.close()
-    assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])

@@ -467,19 +467,6 @@ def test_span_is_given_once_and_to_its_arena() -> None:
 # Failures and limits
 
 
-def test_failed_pin_leaves_the_arena_as_it_was() -> None:
-    device = CountingDevice(failing_pins=(4,))
-    host = Arena(device)
-    host.take(PAGE)
-
-    with pytest.raises(HostMemoryError, match="pins no more"):
-        host.take(4 * PAGE)
-
-    assert (host.held_bytes, host.in_use_bytes, sum(device.pinned.values())) == (PAGE, PAGE, PAGE)
-    assert host.take(4 * PAGE).offset == PAGE
-    assert sum(device.pinned.values()) == 5 * PAGE
-
-
 def test_segment_that_could_not_be_pinned_is_passed_over() -> None:
     class MiddleFails(CountingDevice):
         def pin(self, host: Tensor) -> None:
