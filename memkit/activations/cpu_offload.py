@@ -24,7 +24,9 @@ from memkit.core.sizes import check_budget_bytes, check_bytes, format_bytes
 from memkit.core.torch_state import in_dual_level
 from memkit.device import Device, open_device
 from memkit.errors import HostMemoryError, warn_user
-from memkit.plan import Plan, auto_ratio, call_schedule, check_ratio, takes_peak
+from memkit.plan import Plan
+from memkit.plan.ratio import auto_ratio, check_ratio
+from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.profile import MemoryReport, find_report, timed_saves
 from memkit.profile.registry import forget_report
 from memkit.profile.tree import ModuleTree

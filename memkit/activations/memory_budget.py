@@ -28,7 +28,8 @@ from memkit.core.interrupts import Block
 from memkit.core.sizes import check_bytes, format_bytes
 from memkit.core.torch_state import in_dual_level
 from memkit.device import Device, open_device
-from memkit.plan import MemoryPlan, Plan, budget_or_share
+from memkit.plan import MemoryPlan, Plan
+from memkit.plan.asked import budget_or_share
 from memkit.profile import find_report
 from memkit.recording.borders import mark_sharded
 from memkit.recording.ops import names_of_ops, op_kinds

@@ -16,9 +16,10 @@ from torch import nn
 from memkit.cli.specs import UsageError, model_of, profiled, said_as
 from memkit.core.terminal import STDOUT, terminal_width, write_text
 from memkit.distributed.sharding import check_layers, check_model
-from memkit.plan import Problem, ShardedParameter, ShardPlan, StepTrace, find_gpu, make_problem, plan_shards
+from memkit.plan import ShardedParameter, ShardPlan, StepTrace, find_gpu, plan_shards
 from memkit.plan.asked import budget_bytes_of, problem_of
 from memkit.plan.budget.planning import least_budget
+from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.front import LargestBatch, draw, largest, make_front, to_text
 from memkit.profile import MemoryReport
 from memkit.profile.alive import AliveStorage, MemoryCategory

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from memkit.plan import NO_OP, Action, Levels, MemoryPlan, StepTrace
+from memkit.plan import NO_OP, Action, MemoryPlan, StepTrace
 from memkit.plan.budget.simulate import replay_peak_bytes
 from memkit.plan.plans import PlannedReplay, PlannedValue
+from memkit.plan.timeline import Levels
 
 
 def under_plan(trace: StepTrace, plan: MemoryPlan) -> tuple[list[int], list[int]]:

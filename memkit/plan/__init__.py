@@ -31,26 +31,14 @@ Weights and optimizer states:
 - `states`: which states move together, where each piece is stepped, and where it is between steps
 """
 
-from memkit.plan.asked import budget_or_share, plan_memory
+from memkit.plan import schedules as schedules
+from memkit.plan.asked import plan_memory
 from memkit.plan.budget.planning import JointPlanner
-from memkit.plan.budget.problem import Problem, make_problem
-from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.eviction import DTRScore, Walk
 from memkit.plan.gpu import GpuSpec, Link, find_gpu
 from memkit.plan.plans import Action, MemoryPlan, Plan, PlannedValue, infeasible, tell_kept
-from memkit.plan.ratio import Forecast, RatioSoFar, TimedSave, auto_ratio, check_ratio, plan_ratio
-from memkit.plan.regions import (
-    HostCosts,
-    ModuleCall,
-    Moving,
-    RegionChoice,
-    RegionNeeds,
-    RegionPlanner,
-    find_spans,
-    fit_copies,
-    fit_regions,
-    peak_with_regions,
-)
+from memkit.plan.ratio import plan_ratio
+from memkit.plan.regions import HostCosts, ModuleCall, RegionChoice, RegionNeeds, RegionPlanner, find_spans
 from memkit.plan.residency import (
     LayerCosts,
     LayerResidency,
@@ -65,68 +53,31 @@ from memkit.plan.residency import (
     slot_sizes,
 )
 from memkit.plan.saves import RematPlanner
-from memkit.plan.schedules import call_schedule, takes_peak
 from memkit.plan.shards import ShardedParameter, ShardPlan, plan_shards
-from memkit.plan.states import (
-    WINDOW_NUMEL,
-    ParameterCosts,
-    StatePiece,
-    StatePlan,
-    Update,
-    aligned,
-    disk_bytes,
-    disk_step_s,
-    in_slots,
-    interleaved,
-    is_large,
-    plan_states,
-    terabytes_written,
-)
-from memkit.plan.step import (
-    NO_OP,
-    GrowingLineage,
-    Lifetime,
-    Lineage,
-    ModuleOps,
-    OpKind,
-    OpWork,
-    Step,
-    StepTrace,
-    ends_of,
-    trace_from_plain,
-    trace_to_plain,
-)
-from memkit.plan.timeline import Levels
+from memkit.plan.states import ParameterCosts, StatePiece, StatePlan, disk_bytes, disk_step_s, plan_states, terabytes_written
+from memkit.plan.step import NO_OP, GrowingLineage, Lifetime, ModuleOps, OpKind, OpWork, Step, StepTrace, ends_of
 
 __all__ = [
     "NO_OP",
-    "WINDOW_NUMEL",
     "Action",
-    "CopySchedule",
     "DTRScore",
-    "Forecast",
     "GpuSpec",
     "GrowingLineage",
     "HostCosts",
     "JointPlanner",
     "LayerCosts",
     "LayerResidency",
-    "Levels",
     "Lifetime",
-    "Lineage",
     "Link",
     "MemoryPlan",
     "ModuleCall",
     "ModuleOps",
-    "Moving",
     "OpKind",
     "OpWork",
     "ParameterCosts",
     "Plan",
     "PlannedLayer",
     "PlannedValue",
-    "Problem",
-    "RatioSoFar",
     "RegionChoice",
     "RegionNeeds",
     "RegionPlanner",
@@ -138,27 +89,13 @@ __all__ = [
     "StatePlan",
     "Step",
     "StepTrace",
-    "TimedSave",
-    "Update",
     "Walk",
-    "aligned",
-    "auto_ratio",
-    "budget_or_share",
-    "call_schedule",
-    "check_ratio",
     "disk_bytes",
     "disk_step_s",
     "ends_of",
     "find_gpu",
     "find_spans",
-    "fit_copies",
-    "fit_regions",
-    "in_slots",
     "infeasible",
-    "interleaved",
-    "is_large",
-    "make_problem",
-    "peak_with_regions",
     "plan_again",
     "plan_auto",
     "plan_budget",
@@ -168,12 +105,8 @@ __all__ = [
     "plan_shards",
     "plan_states",
     "plan_streamed_ratio",
-    "schedule_copies",
     "slot_size_of",
     "slot_sizes",
-    "takes_peak",
     "tell_kept",
     "terabytes_written",
-    "trace_from_plain",
-    "trace_to_plain",
 ]

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from memkit.core.sizes import unit_of
 from memkit.errors import BudgetInfeasible
-from memkit.plan import Action, GpuSpec, JointPlanner, StepTrace, find_gpu, make_problem
+from memkit.plan import Action, GpuSpec, JointPlanner, StepTrace, find_gpu
 from memkit.plan.asked import budget_or_share
+from memkit.plan.budget.problem import make_problem
 
 if TYPE_CHECKING:
     from memkit.profile.alive import OptimizerMemory

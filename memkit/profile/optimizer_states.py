@@ -14,7 +14,8 @@ from memkit.core.tensors import storage_bytes
 from memkit.core.torch_state import local_of
 from memkit.errors import ProfileError
 from memkit.optimizers import KeptState, kept_states, unwrapped
-from memkit.plan import ParameterCosts, aligned, plan_states
+from memkit.plan import ParameterCosts, plan_states
+from memkit.plan.states import aligned
 from memkit.profile.alive import AliveStorage, MemoryCategory, OptimizerMemory
 from memkit.profile.step import ProfiledStep
 from memkit.profile.tree import OUTSIDE_NAME, ModuleTree

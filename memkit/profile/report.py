@@ -12,8 +12,10 @@ from typing import Any, NoReturn, TypeVar
 
 from memkit.core.schemas import read_json
 from memkit.errors import ReportFormatError
-from memkit.plan import GpuSpec, MemoryPlan, StepTrace, TimedSave, trace_from_plain, trace_to_plain
+from memkit.plan import GpuSpec, MemoryPlan, StepTrace
 from memkit.plan.asked import trace_of
+from memkit.plan.ratio import TimedSave
+from memkit.plan.step import trace_from_plain, trace_to_plain
 from memkit.profile import table
 from memkit.profile.alive import MemoryCategory, OptimizerMemory, StepMemory
 from memkit.profile.fit import Fit, fit_from, fit_step

@@ -14,7 +14,7 @@ from memkit.core.tensors import parts_of
 from memkit.core.torch_state import local_of
 from memkit.device.base import Device
 from memkit.errors import DiskError, StateOffloadError, warn_user
-from memkit.plan import Update
+from memkit.plan.states import Update
 from memkit.states.memory import HostStates
 from memkit.states.on_disk import DiskStates, refuse_without_room
 from memkit.states.packing import MASTER, OnDisk, Packed, copy_state, may_leave, moved_state, pack

@@ -17,8 +17,8 @@ from memkit.core.interrupts import do_at_once
 from memkit.core.tensors import parts_of, tensor_over
 from memkit.core.torch_state import label, local_of
 from memkit.device.base import Device
-from memkit.plan import Update, aligned
 from memkit.plan.chunks import WRITTEN, Residency
+from memkit.plan.states import Update, aligned
 from memkit.states.memory import StateSlots
 from memkit.states.one_step import OneStep
 from memkit.states.packing import MASTER, PackedTensor, copy_each, copy_state, follow, may_leave, moved_state, pack

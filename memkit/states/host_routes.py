@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memkit.core.sizes import rounded
 from memkit.core.tensors import byte_view, tensor_over
 from memkit.core.torch_state import local_of
-from memkit.plan import aligned
+from memkit.plan.states import aligned
 from memkit.states.packing import MASTER, PackedTensor, follow, local_packed, may_leave, storage_of_part
 from memkit.states.pieces import Layout, Piece, StateRecord, follow_attributes, stand_in_of, version_of
 from memkit.states.shards import are_one, local_gradient, shard_like

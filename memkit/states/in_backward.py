@@ -18,8 +18,8 @@ from memkit.core.owners import GradientStandIn, owner_of
 from memkit.device.base import Device, Event, Stream
 from memkit.errors import StateOffloadError, warn_user
 from memkit.optimizers.steppers import LayerStepper, stepper_of
-from memkit.plan import Update
 from memkit.plan.chunks import Residency
+from memkit.plan.states import Update
 from memkit.states.asked import refuse_gradients, weakly
 from memkit.states.one_step import OneStep
 from memkit.states.pieces import Accumulating, ConsumedGradient, Piece, StateRecord, let_go_of_consumed, refuse_another

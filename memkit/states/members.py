@@ -15,7 +15,8 @@ from memkit.core.forks import forked
 from memkit.core.torch_state import local_of
 from memkit.errors import StateOffloadError, warn_user
 from memkit.optimizers import KeptState, needs_master
-from memkit.plan import ParameterCosts, StatePlan, aligned, is_large
+from memkit.plan import ParameterCosts, StatePlan
+from memkit.plan.states import aligned, is_large
 from memkit.states.packing import MASTER, bytes_of, may_leave
 from memkit.states.pieces import Piece, StateRecord
 from memkit.states.trial import find_elementwise, refuse_mixed_shards, try_out

@@ -13,9 +13,9 @@ from memkit.core.tensors import byte_view, parts_of
 from memkit.core.torch_state import num_users
 from memkit.device.base import Device, Event
 from memkit.errors import HostMemoryError, warn_user
-from memkit.plan import StatePlan, Update, in_slots
+from memkit.plan import StatePlan
 from memkit.plan.chunks import WRITTEN, Residency
-from memkit.plan.states import side_by_side
+from memkit.plan.states import Update, in_slots, side_by_side
 from memkit.states.packing import Packed
 from memkit.states.pieces import Layout, Piece
 from memkit.transfer.arena import Arena

@@ -15,7 +15,7 @@ from memkit.core import torch_private
 from memkit.core.tensors import PLAIN_TYPES, is_dense, parts_of, tensor_over
 from memkit.core.torch_state import local_of
 from memkit.errors import StateOffloadError
-from memkit.plan import aligned
+from memkit.plan.states import aligned
 from memkit.transfer.host_memory import Span
 
 MASTER = "master"

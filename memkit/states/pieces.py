@@ -18,8 +18,9 @@ from memkit.core.tensors import byte_view
 from memkit.core.torch_state import is_dtensor, local_of
 from memkit.device.base import Event
 from memkit.errors import StateOffloadError
-from memkit.plan import StatePiece, Update, aligned
+from memkit.plan import StatePiece
 from memkit.plan.chunks import Residency
+from memkit.plan.states import Update, aligned
 from memkit.states.packing import MASTER, OnDisk, Packed, PackedTensor, local_packed, may_leave, moved_state
 from memkit.transfer.disk import DiskCopy
 from memkit.transfer.host_memory import Span

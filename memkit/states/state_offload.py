@@ -16,7 +16,8 @@ from memkit.device import Device
 from memkit.errors import HostMemoryError, StateOffloadError, warn_user
 from memkit.optimizers.shells import hollow_shell
 from memkit.optimizers.steppers import stepper_of
-from memkit.plan import ParameterCosts, Update, plan_states
+from memkit.plan import ParameterCosts, plan_states
+from memkit.plan.states import Update
 from memkit.states.asked import (
     NotCopied,
     check_groups,

@@ -8,8 +8,8 @@ import torch
 
 from memkit.device.base import Device
 from memkit.errors import StateOffloadError, note_on, warn_user
-from memkit.plan import Update, interleaved
 from memkit.plan.chunks import Residency
+from memkit.plan.states import Update, interleaved
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_steps import HostSteps
 from memkit.states.one_step import OneStep

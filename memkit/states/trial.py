@@ -35,7 +35,7 @@ from memkit.optimizers.shells import (
     told_apart,
     versions_in,
 )
-from memkit.plan import WINDOW_NUMEL
+from memkit.plan.states import WINDOW_NUMEL
 
 
 def generators_of(torch_device: torch.device) -> list[torch.Generator]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from memkit.core.torch_state import local_of
 from memkit.device.base import Event
 from memkit.errors import StateOffloadError
-from memkit.plan import StatePiece, aligned
+from memkit.plan import StatePiece
+from memkit.plan.states import aligned
 from memkit.states.packing import Packed, PackedTensor, are_same_number, is_number, is_number_on_host, local_packed, pack
 from memkit.states.pieces import (
     Layout,

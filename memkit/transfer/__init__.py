@@ -21,22 +21,9 @@ Disk:
 
 from memkit.plan.gpu import Link
 from memkit.transfer.arena import Arena
-from memkit.transfer.disk import Disk, DiskCopy, DiskStore
-from memkit.transfer.host_memory import Span
-from memkit.transfer.lanes import Lanes, Transfer, lanes_of
+from memkit.transfer.disk import Disk
+from memkit.transfer.lanes import Lanes
 from memkit.transfer.link import measure_link
 from memkit.transfer.reference_disk import ReferenceDisk
 
-__all__ = [
-    "Arena",
-    "Disk",
-    "DiskCopy",
-    "DiskStore",
-    "Lanes",
-    "Link",
-    "ReferenceDisk",
-    "Span",
-    "Transfer",
-    "lanes_of",
-    "measure_link",
-]
+__all__ = ["Arena", "Disk", "Lanes", "Link", "ReferenceDisk", "measure_link"]

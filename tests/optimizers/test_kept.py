@@ -15,7 +15,7 @@ from memkit.activations.budgeting.limits import coming_state_bytes
 from memkit.core.tensors import parts_of, storage_bytes
 from memkit.device import ReferenceDevice
 from memkit.optimizers import kept_states
-from memkit.plan import aligned
+from memkit.plan.states import aligned
 from memkit.weights.fused import state_bytes_of
 from tests.states.cases import OPTIMIZERS, BeginsInEvalMode, EightBit
 

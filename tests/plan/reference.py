@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from memkit.plan import NO_OP, DTRScore, GrowingLineage, Lineage, Step, ends_of
+from memkit.plan import NO_OP, DTRScore, GrowingLineage, Step, ends_of
+from memkit.plan.step import Lineage
 
 Content = tuple[int, int]
 """The op that has made something, and as which of its results; a root has made itself."""

@@ -8,8 +8,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memkit.plan import CopySchedule, Forecast, schedule_copies
-from memkit.plan.copies import BATCH_BYTES
+from memkit.plan.copies import BATCH_BYTES, CopySchedule, schedule_copies
+from memkit.plan.ratio import Forecast
 
 SIZES = st.sampled_from([1, 512, 4096, BATCH_BYTES // 3, BATCH_BYTES - 1, BATCH_BYTES, 5 * BATCH_BYTES])
 

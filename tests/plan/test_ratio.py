@@ -15,19 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memkit
-from memkit.plan import (
-    Action,
-    Forecast,
-    Plan,
-    RatioSoFar,
-    TimedSave,
-    auto_ratio,
-    check_ratio,
-    plan_ratio,
-)
+from memkit.plan import Action, Plan, plan_ratio
 from memkit.plan import ratio as costs
 from memkit.plan.plans import limit_of
-from memkit.plan.ratio import step_with_copies_s
+from memkit.plan.ratio import Forecast, RatioSoFar, TimedSave, auto_ratio, check_ratio, step_with_copies_s
 from memkit.profile import MemoryReport, SavedCategory, SavedTensorRecord, timed_saves
 from memkit.transfer import Link
 

@@ -16,18 +16,15 @@ from memkit.plan import (
     GrowingLineage,
     HostCosts,
     ModuleCall,
-    Moving,
-    Problem,
     RegionChoice,
     RegionNeeds,
     RegionPlanner,
     Step,
     find_spans,
-    fit_copies,
-    fit_regions,
 )
 from memkit.plan import regions as planning
-from memkit.plan.regions import RegionBytes
+from memkit.plan.budget.problem import Problem
+from memkit.plan.regions import Moving, RegionBytes, fit_copies, fit_regions
 
 ON_HOST = HostCosts(op_s=1.0, recorded_s=1.0, saved_s=1.0, replayed_s=2.0, region_s=3.0)
 ON_DEVICE = HostCosts(op_s=0.0, recorded_s=0.0, saved_s=0.0, replayed_s=0.0, region_s=0.0)

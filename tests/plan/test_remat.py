@@ -11,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memkit.errors import BudgetInfeasible
-from memkit.plan import NO_OP, Action, DTRScore, GrowingLineage, Lineage, Plan, RematPlanner, Step
+from memkit.plan import NO_OP, Action, DTRScore, GrowingLineage, Plan, RematPlanner, Step
 from memkit.plan.remat import CutPlaces, Outcome, drop_order, simulate
+from memkit.plan.step import Lineage
 from tests.plan.reference import Reference, chain, random_step, steps, transformer
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memkit import schedules
-from memkit.plan import call_schedule, takes_peak
+from memkit.plan.schedules import call_schedule, takes_peak
 
 GIB = 2**30
 NUM_ITERATIONS = 200

@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 
 from memkit.device import ReferenceDevice
 from memkit.errors import BudgetInfeasible, HostMemoryError
-from memkit.plan import WINDOW_NUMEL, ParameterCosts, StatePlan, Update, aligned, plan_states
+from memkit.plan import ParameterCosts, StatePlan, plan_states
 from memkit.plan.states import (
     BLOCK_BYTES,
     HOST_PAGE_BYTES,
     NUM_BUFFERS,
     PIECE_BYTES,
+    WINDOW_NUMEL,
+    Update,
+    aligned,
     disk_bytes,
     disk_step_s,
     held_bytes,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memkit.plan import Levels
-from memkit.plan.timeline import Lane, Timeline
+from memkit.plan.timeline import Lane, Levels, Timeline
 
 seconds = st.integers(0, 20)
 lanes = st.sampled_from(list(Lane))

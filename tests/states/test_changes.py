@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from memkit.device import Device, ReferenceDevice
-from memkit.plan import StatePiece, Update
+from memkit.plan import StatePiece
 from memkit.plan import states as state_pieces
+from memkit.plan.states import Update
 from memkit.states import trial
 from memkit.states.at_rest import StatesAtRest
 from memkit.states.memory import HostStates

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit.device import ReferenceDevice
-from memkit.plan import aligned
+from memkit.plan.states import aligned
 from memkit.states.device_steps import DeviceSteps
 from tests.states.cases import assert_same, offload
 from tests.states.test_overlap import Drawing

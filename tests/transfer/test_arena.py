@@ -22,7 +22,8 @@ from memkit.core.tensors import byte_view
 from memkit.device import CpuDevice, Event, ReferenceDevice
 from memkit.device.reference import POISON
 from memkit.errors import HostMemoryError
-from memkit.transfer import Arena, Span, arena, host_memory
+from memkit.transfer import Arena, arena, host_memory
+from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes
 from tests.interrupts import interrupts
 

@@ -25,9 +25,10 @@ import memkit
 from memkit.core.sizes import DISK_PAGE_BYTES as PAGE
 from memkit.device import ReferenceDevice
 from memkit.errors import DiskError
-from memkit.transfer import Arena, Lanes, ReferenceDisk, Span
+from memkit.transfer import Arena, Lanes, ReferenceDisk
 from memkit.transfer.disk import DiskCopy, DiskStore
 from memkit.transfer.disk_file import ScratchFile, cut_in_blocks
+from memkit.transfer.host_memory import Span
 from memkit.transfer.reference_disk import POISON
 from tests.interrupts import interrupts
 from tests.threads import num_own_threads

@@ -17,7 +17,10 @@ from memkit.activations.recomputing.decider import Decider
 from memkit.activations.saved.traces import Follower, Trace, Traces
 from memkit.core.sizes import format_bytes
 from memkit.errors import BudgetInfeasible, HostMemoryError
-from memkit.plan import NO_OP, Action, GpuSpec, JointPlanner, Lineage, MemoryPlan, fit_copies, fit_regions, make_problem
+from memkit.plan import NO_OP, Action, GpuSpec, JointPlanner, MemoryPlan
+from memkit.plan.budget.problem import make_problem
+from memkit.plan.regions import fit_copies, fit_regions
+from memkit.plan.step import Lineage
 from memkit.transfer import Link, measure_link
 from memkit.transfer.device_memory import device_memory_of
 
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
     from memkit.activations.context import Shapes
     from memkit.activations.saved.traces import OpTrace
     from memkit.device import Device, Event
-    from memkit.plan import Problem, RegionNeeds
+    from memkit.plan import RegionNeeds
+    from memkit.plan.budget.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from memkit.activations.offloading.schedule import Schedule, ready_at
 from memkit.activations.saved.traces import NO_VALUE, Capture, Trace
 from memkit.core import torch_private
-from memkit.plan import NO_OP, Action, CopySchedule
+from memkit.plan import NO_OP, Action
+from memkit.plan.copies import CopySchedule
 from memkit.recording.expected import ExpectedOp
 from memkit.recording.recorded import OpClass
 
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.activations.saved.traces import SeenSave
     from memkit.device import Device
-    from memkit.plan import Lineage, MemoryPlan
+    from memkit.plan import MemoryPlan
+    from memkit.plan.step import Lineage
     from memkit.recording.functions import FunctionCall, FunctionNotes, QuietFunctions
     from memkit.recording.ops import OpKinds
     from memkit.recording.recorded import OpTraits

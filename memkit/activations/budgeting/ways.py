@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memkit.activations.saved.settled import Way
-from memkit.plan import peak_with_regions
+from memkit.plan.regions import peak_with_regions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from memkit.activations.recomputing.region_plan import RegionPlan
     from memkit.device.base import Event
-    from memkit.plan import Moving, Problem
+    from memkit.plan.budget.problem import Problem
+    from memkit.plan.regions import Moving
 
 _LOGGER = logging.getLogger(__name__)
 

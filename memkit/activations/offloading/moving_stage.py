@@ -29,7 +29,8 @@ from memkit.core.tensors import is_range_of_bytes, storage_key
 from memkit.core.torch_state import dynamo_is_loaded, has_own_dispatch
 from memkit.device import Device, open_device, why_nothing_is_freed
 from memkit.errors import HostMemoryError
-from memkit.plan import Action, Forecast, RatioSoFar
+from memkit.plan import Action
+from memkit.plan.ratio import Forecast, RatioSoFar
 from memkit.transfer.host_memory import Span
 
 _LOGGER = logging.getLogger(__name__)

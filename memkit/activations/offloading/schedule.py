@@ -16,7 +16,8 @@ from memkit.core.kept import nothing
 from memkit.core.sizes import ALIGNMENT_BYTES, rounded
 from memkit.core.tensors import Geometry, extent
 from memkit.device.base import CopyBatch, Device, Piece, Stream, busy_s_of
-from memkit.plan import CopySchedule, Plan, schedule_copies
+from memkit.plan import Plan
+from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.plans import Action
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, copy_by_turns

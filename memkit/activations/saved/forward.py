@@ -13,7 +13,8 @@ from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.records import Handle, Record, SavedResidency
 from memkit.core import torch_private
 from memkit.core.tensors import counted_by
-from memkit.plan import Action, Forecast
+from memkit.plan import Action
+from memkit.plan.ratio import Forecast
 
 if TYPE_CHECKING:
     from memkit.activations.offloading.moving_stage import RatioDecider

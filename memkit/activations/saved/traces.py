@@ -25,7 +25,8 @@ from memkit.core import torch_private
 from memkit.core.kept import KeptHandle
 from memkit.core.tensors import Geometry
 from memkit.core.torch_state import is_saved_by_compiled_code
-from memkit.plan import Action, DTRScore, Forecast, ModuleCall, Plan, RematPlanner, Step, plan_ratio
+from memkit.plan import Action, DTRScore, ModuleCall, Plan, RematPlanner, Step, plan_ratio
+from memkit.plan.ratio import Forecast
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.recording.module_calls import Aftermath, NotedCall, SpanCall, span_calls
 from memkit.recording.recording import Recording, names_of, step_of

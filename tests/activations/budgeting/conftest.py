@@ -13,7 +13,9 @@ from memkit.activations.budgeting import learning
 from memkit.activations.budgeting.ways import Ways
 from memkit.activations.saved.settled import Way
 from memkit.device import CudaDevice, Event, MemoryCounter
-from memkit.plan import Moving, Problem, RegionNeeds, fit_regions
+from memkit.plan import RegionNeeds
+from memkit.plan.budget.problem import Problem
+from memkit.plan.regions import Moving, fit_regions
 from memkit.transfer import Link
 
 

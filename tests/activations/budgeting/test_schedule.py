@@ -6,8 +6,9 @@ from collections.abc import Collection
 from dataclasses import MISSING, fields
 
 from memkit.activations.budgeting.learning import Planned, planned_of
-from memkit.plan import Action, GrowingLineage, Lineage, MemoryPlan
+from memkit.plan import Action, GrowingLineage, MemoryPlan
 from memkit.plan.plans import PlannedReplay, PlannedStep, PlannedValue
+from memkit.plan.step import Lineage
 
 
 def _lineage() -> Lineage:

@@ -10,7 +10,7 @@ import pytest
 from memkit.activations.budgeting.ways import Ways
 from memkit.activations.recomputing.region_plan import RegionPlan
 from memkit.activations.saved.settled import Way
-from memkit.plan import Moving
+from memkit.plan.regions import Moving
 from tests.activations.budgeting.conftest import Moment
 
 
