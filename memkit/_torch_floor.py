@@ -10,7 +10,6 @@ OLDEST = (2, 10)
 
 
 def torch_version() -> str | None:
-    """Return the version of the installed torch, without importing it; None if there is none."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:

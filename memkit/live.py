@@ -63,7 +63,6 @@ _OF_STATES = {
     "moved_out": "d2h_bytes",
 }
 _OF_DISK = {"disk": "disk_bytes", "read": "disk_read_bytes", "written": "disk_written_bytes"}
-"""Names of values, and their fields."""
 
 _OF_KINDS = {LayerStats: ("memkit/layers", {**_OF_LAYERS, "waited": "stall_s"}), StateStats: ("memkit/states", _OF_STATES)}
 _OF_DEVICE = ("peak", "predicted_peak")

@@ -102,8 +102,6 @@ class ForwardContext(Exclusive):
 
 
 class RecordedContext(ForwardContext):
-    """A context that records ops, to run them again."""
-
     _model: weakref.ref[nn.Module] | None = None
 
     def attached_to(self: _Recorded, model: nn.Module) -> _Recorded:

@@ -30,7 +30,6 @@ Input = tuple[str, tuple[int, ...], str | None]
 
 
 def input_of(text: str) -> Input:
-    """Return the input in a text such as input_ids=8x2048:int64."""
     name, equals, rest = text.partition("=")
     if equals and not name.isidentifier():
         raise argparse.ArgumentTypeError(f"needs the name of an argument ahead of =, such as input_ids; found {name!r}")
@@ -59,7 +58,6 @@ def nearest_spec(text: str) -> str:
 
 
 def dtype(text: str, names: Sequence[str]) -> str:
-    """Return torch's name of a dtype, which must be one of some."""
     if DTYPES.get(text) not in names:
         known = [spelling for spelling, name in DTYPES.items() if name in names]
         raise argparse.ArgumentTypeError(f"needs one of {', '.join(known)}; found {text!r}")

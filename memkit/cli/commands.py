@@ -27,7 +27,6 @@ _logger = logging.getLogger("memkit.cli.main")
 
 
 def profile(options: argparse.Namespace) -> None:
-    """Measure a model, print the table, write the files."""
     _check_files(options)
     said_as("--optimizer", lambda: check_optimizer(options.optimizer))
     gpu = None if options.gpu is None else said_as("--gpu", lambda: find_gpu(options.gpu))
@@ -43,7 +42,6 @@ def profile(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print a report that was written to a file, convert it, or compare it with another."""
     _check_files(options)
     report = MemoryReport.from_json(options.report)
     if options.after is not None:
@@ -63,7 +61,6 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _write(report: MemoryReport, options: argparse.Namespace) -> None:
-    """Print a report as requested, unless standard output has its JSON, and write the files."""
     if options.json is not None:
         write_text(options.json, report.to_json())
     if options.html is not None:
@@ -78,7 +75,6 @@ def _write(report: MemoryReport, options: argparse.Namespace) -> None:
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Predict a step under memory budgets."""
     if options.ranks is not None and options.html is not None:
         raise UsageError("--html draws the step of the whole model: leave out --html or --ranks")
     if options.offload_params and options.ranks is None:
@@ -91,7 +87,6 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def bench_machine(options: argparse.Namespace) -> None:
-    """Measure this machine's GPU, the link to it, and its host."""
     if options.save is not None:
         check_writable(options.save)
     device = said_as(

@@ -74,7 +74,6 @@ _Value = TypeVar("_Value")
 
 @contextmanager
 def _within(read: Callable[[], _Value], put: Callable[[_Value], None], value: _Value) -> Iterator[None]:
-    """Run a block with another value of a setting."""
     before = read()
     put(value)
     try:
@@ -88,8 +87,6 @@ def _threads(num_threads: int) -> AbstractContextManager[None]:
 
 
 class HostUpdates:
-    """AdamW in float32 on the host's cores, block by block."""
-
     def __init__(self, sizes: HostSizes) -> None:
         self._sizes = sizes
         self._blocks = [_Block(sizes.block_numel) for _ in range(sizes.num_blocks)]
@@ -210,7 +207,6 @@ def measure_machine(device: Device, *, disk: Disk | None = None) -> GpuSpec:
 
 
 def _memory_bytes(device: Device) -> int:
-    """Return the bytes that this process can allocate now; on a device that doesn't count them, those of the host."""
     counter = device.memory_counter()
     found = None if counter is None else counter.capacity_bytes()
     return found if found is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -147,7 +147,6 @@ _AS_PROFILE = "as for `memkit profile`"
 
 
 def _add_model(parser: argparse.ArgumentParser, *, spec: str = _AS_PROFILE, inputs: str = _AS_PROFILE) -> None:
-    """Add the arguments for the model and its inputs; `spec` and `inputs` are their help texts."""
     parser.add_argument("spec", metavar="SPEC", help=spec)
     form = "[NAME=]SHAPE[:DTYPE]"
     parser.add_argument("--input", dest="inputs", action="append", type=arguments.input_of, metavar=form, help=inputs)
@@ -256,7 +255,6 @@ def _add_bench_machine(benches: Any) -> None:
 
 
 def _add_answers(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for output beside the table, and for the report's files."""
     parser.add_argument("--peak", action="store_true", help="list what is alive at the peak of the step, instead of the table")
     parser.add_argument(
         "--fit", type=arguments.size, metavar="SIZE", help="does the step fit in this, such as 12GiB, and with which feature?"

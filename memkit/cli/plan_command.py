@@ -99,7 +99,6 @@ _logger = logging.getLogger("memkit.cli.main")
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Trace the model without data, plan its step for each budget, print the table, write the files."""
     gpu = said_as("--gpu", lambda: find_gpu(options.gpu))
     meta = torch.device("meta")
     model = model_of(options, meta)

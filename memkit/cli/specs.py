@@ -241,7 +241,6 @@ def said_as(option: str, read: Callable[[], _T]) -> _T:
 
 
 def _near(name: str, known: Iterable[str], place: str, prefix: str = "") -> str:
-    """Return a hint with the most similar names, as SPECs; "" if there are none."""
     of = {other.casefold(): other for other in known if not other.startswith("_")}  # one of the names that differ in case
     near = [of[found] for found in difflib.get_close_matches(name.casefold(), of, n=3, cutoff=0.6)]
     return f". Did you mean {' or '.join(f'{place}:{prefix}{other}' for other in near)}?" if near else ""

@@ -47,7 +47,6 @@ class BackwardEnd:
 
     @property
     def is_over(self) -> bool:
-        """Whether the backward is over, even if an interrupt kept the hook from being called."""
         return self._hook is None or self._held() is None
 
     def join(self) -> bool:

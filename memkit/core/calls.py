@@ -39,8 +39,6 @@ class Call:
 
 
 class Claims:
-    """Lets one thread at a time have calls under way."""
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.thread = -1
@@ -63,8 +61,6 @@ _NUM_LOOKS = 3
 
 
 class Calls(threading.local):
-    """A thread's calls under way, the innermost last."""
-
     def __init__(self) -> None:
         self._calls: list[Call] = []
 
@@ -182,7 +178,6 @@ class Around:
         vars(self._module)[self._place] = self
 
     def remove(self) -> None:
-        """Restore the original function, once no other wrapper is in front; may be called again."""
         self._run = None
         own, place = vars(self._module), self._place
         while isinstance(last := own.get(place), Around) and last._run is None:

@@ -21,8 +21,6 @@ _attached: weakref.WeakKeyDictionary[Any, tuple[Callable[..., bool], Callable[..
 
 
 class NotCopied:
-    """Base class of objects that a model's hooks hold, which a copy of the model would otherwise copy."""
-
     def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
         raise LayerOffloadError(
             "a model was copied, or pickled whole, while LayerOffload streams its weights. Copy it before, or after "
@@ -34,7 +32,6 @@ class NotCopied:
 
 
 def note_attached(owner: _Owner, *, is_on: Callable[[_Owner, nn.Module], bool], take_off: Callable[[_Owner], None]) -> None:
-    """Let `detach` find a feature on its model, until `note_detached`."""
     _attached[owner] = is_on, take_off
 
 
@@ -85,8 +82,6 @@ _Own = TypeVar("_Own", bound="EnteredOnce")
 
 
 class EnteredOnce:
-    """A context that closes its feature on exit, and is not entered again."""
-
     _is_closed = _is_entered = False
 
     def __enter__(self: _Own) -> _Own:
@@ -108,8 +103,6 @@ _profiled = Blocks()
 
 
 class Profiled(Exclusive):
-    """A context in which this thread profiles a model: see `refuse_in_profile`."""
-
     def __enter__(self) -> Block:
         block = self.claim("this profile is going on already")
         self.is_entered = True

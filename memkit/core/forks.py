@@ -12,8 +12,6 @@ from memkit.errors import ForkedError
 
 
 class OwnThreads(ThreadPoolExecutor):
-    """Threads that a feature keeps. A caller asks `are_here` before it waits for their work."""
-
     are_here = True
 
     def __init__(self, num_threads: int, name: str, begin: Callable[[], object]) -> None:

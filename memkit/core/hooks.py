@@ -176,7 +176,6 @@ class HookSet:
         self._handles.append(module.register_forward_hook(_Untraced(hook), with_kwargs=True))
 
     def before_backward(self, node: torch.autograd.graph.Node, hook: Callable[[], None]) -> None:
-        """Call `hook()` each time the engine is about to run `node`; the gradients pass through untouched."""
         self._handles.append(node.register_prehook(lambda _: hook()))
 
     def around_accumulation(
@@ -215,7 +214,6 @@ class HookSet:
         self._handles.append(nn.modules.module.register_module_forward_pre_hook(before))
 
     def remove(self) -> None:
-        """Remove every hook, the last one first. Calling it again does nothing."""
         while self._handles:
             handle: Any = self._handles[-1]
             handle.remove()  # which an interrupt leaves here, so that it is removed again
@@ -338,8 +336,6 @@ def _is_of_left(pair: HookPair) -> bool:
 
 
 class _Stacked(threading.local):
-    """The saved-tensor hooks that memkit's contexts have set in a thread, the innermost last."""
-
     def __init__(self) -> None:
         self.hooks: list[SavedTensorHooks] = []
 

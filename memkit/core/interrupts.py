@@ -32,8 +32,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 
 class Mendable(Protocol):
-    """An object that several threads use under a lock, and that can be repaired."""
-
     is_broken: bool
     """Whether a call was broken off, and left something half done."""
 
@@ -76,8 +74,6 @@ Block = weakref.ref[Any]
 
 
 class Blocks(threading.local):
-    """The blocks of one kind that a thread is in, the innermost last."""
-
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         """Possibly with some that an interrupt kept from being removed: ask `are_any`."""
@@ -116,7 +112,6 @@ class Exclusive(ABC):
     __exit__ = _HeldExit()
 
     def claim(self, refusal: str) -> Block:
-        """Return the block that is about to be entered. The caller sets `is_entered`."""
         found, self._looked_up = self._looked_up, None
         if self.is_entered:
             if self._block is None or self._block() is not None:
@@ -129,7 +124,6 @@ class Exclusive(ABC):
         self.leave(has_failed=kind is not None)
 
     def leave(self, *, has_failed: bool) -> None:
-        """End; may be called again after an interrupt."""
         try:
             self.end_block(has_failed=has_failed)
         finally:

@@ -20,8 +20,6 @@ _LEAVING = (
 
 
 class Mode(torch_private.DispatchMode):
-    """A dispatch mode that is off, with nothing left behind, after its exit or an interrupted `__enter__`."""
-
     def __enter__(self) -> Any:
         for name in _LEAVING:
             getattr(torch_private, name)  # before it is on

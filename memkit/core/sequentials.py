@@ -73,7 +73,6 @@ class SpannedForward:
         self._parts = self._arranged(0, len(self._children), waiting)
 
     def _arranged(self, first: int, stop: int, waiting: list[SequentialSpan]) -> list[nn.Module]:
-        """Return the modules to call for a range of children; enclosing spans call nested ones."""
         found: list[nn.Module] = []
         while first < stop:
             if waiting and waiting[-1].place[0] == first:
@@ -114,7 +113,6 @@ class _AroundForward(Around):
 
 
 def spanned_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, SpannedForward]:
-    """Return, for each span among the modules, the forward that calls it, which has all spans of its Sequential."""
     wholes = dict[nn.Sequential, list[SequentialSpan]]()
     for module in modules:
         if isinstance(module, SequentialSpan) and (whole := module.whole()) is not None:

@@ -25,7 +25,6 @@ def rounded(number: int, to: int) -> int:
 
 
 def format_mib(num_bytes: int) -> str:
-    """Return bytes as MiB (1024 * 1024 bytes) with two decimals."""
     return f"{num_bytes / MIB:.2f} MiB"
 
 
@@ -39,7 +38,6 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_gib(num_bytes: int) -> str:
-    """Return bytes as GiB (1024**3 bytes) with two decimals from 1 GiB on, else as `format_bytes` does."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else format_bytes(num_bytes)
 
 

@@ -82,7 +82,6 @@ def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of all distinct storages of `tensors`, whole storages for views."""
     return sum(storage.nbytes() for storage in unique_storages(tensors).values())
 
 

@@ -20,7 +20,6 @@ _SHORTEST = 16
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal (COLUMNS takes precedence); None if standard output is a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -45,8 +44,6 @@ def wrapped(text: str, width: int | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextColumn:
-    """A column of a table: its heading, its cells, and what to do if the table is too wide."""
-
     heading: str
     cells: Sequence[str]
     right: bool = True
@@ -100,7 +97,6 @@ def _with_narrow_heading(column: TextColumn) -> TextColumn:
 
 
 def _with_short_cells(columns: Sequence[TextColumn], over: int, shortest: int) -> list[TextColumn]:
-    """Return columns with cells shortened by `over` characters in all, the widest ones first."""
     widths = {
         place: max(map(len, (*column.cells, *column.heading.split("\n"))))
         for place, column in enumerate(columns)

@@ -96,7 +96,6 @@ class PrivateName:
 
 
 def look_up(symbol: str) -> Any:
-    """Return the object with a qualified name in torch, importing its module if needed."""
     parts = symbol.split(".")
     found: Any = torch
     for number, part in enumerate(parts[1:], 2):

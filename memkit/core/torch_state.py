@@ -75,7 +75,6 @@ def in_dual_level() -> bool:
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """Return the active function modes, the outermost first."""
     (mode_at,) = torch_private.known("function_mode_at")
     return [mode_at(place) for place in range(torch_private.num_function_modes())]
 

@@ -70,8 +70,6 @@ class Event(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of pinned host memory, and the place of their counterpart in the storages of a `CopyBatch`."""
-
     index: int
     """The number of the storage."""
     start: int

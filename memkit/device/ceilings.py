@@ -21,12 +21,8 @@ _NUM_SMALL_OPS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """The most that a device can do in a second."""
-
     bytes_per_s: float
-    """Bytes read or written in its memory."""
     flops_per_s: float
-    """Floating-point operations of a matrix product, in the current precision."""
 
     def estimate_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
         """Return the least time of an op: the bytes of its tensors or its FLOPs, and a launch."""
@@ -82,7 +78,6 @@ def measure_flops(device: Device, dtype: torch.dtype) -> float | None:
 
 
 def measure_launch(device: Device) -> float:
-    """Return the seconds of each of many small ops, one after the other."""
     small = torch.zeros(1, device=device.torch_device)
 
     def run() -> None:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class ReferenceStream(Stream):
-    """A queue of copies and waits. `clock` says how much of each stream's work is ordered before the next here."""
-
     name: str
     number: int
     is_compute: bool
@@ -55,8 +53,6 @@ class Stamp:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ReferenceEvent(Event):
-    """A snapshot of a stream's clock, and how far its queue must have landed."""
-
     device: ReferenceDevice
     stream: ReferenceStream
     clock: dict[int, int]
@@ -77,8 +73,6 @@ class ReferenceEvent(Event):
 
 @dataclass(slots=True)
 class Accesses:
-    """The last write to a piece of memory, and since then the last read of each stream."""
-
     written: Stamp
     reads: dict[int, Stamp] = field(default_factory=dict)
 
@@ -103,8 +97,6 @@ class Accesses:
 
 @dataclass(frozen=True, slots=True)
 class CopySide:
-    """One side of a copy. It holds a storage of the device weakly: the caller keeps that alive."""
-
     host: Tensor | None
     storage: weakref.ref[torch.UntypedStorage] | None
     start: int

@@ -31,7 +31,6 @@ def is_capturing() -> bool:
 
 
 def default_generator(torch_device: torch.device) -> torch.Generator:
-    """Return the default random number generator of a device's ops."""
     if torch_device.type != "cuda":
         return torch.default_generator
     index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
@@ -47,7 +46,6 @@ class CudaStream(Stream):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
         self.raw = None if _bindings() is None else _bindings().cudaStream_t(stream.cuda_stream)
-        """The stream for `cuda.bindings`."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CudaStream) and bool(self.stream == other.stream)

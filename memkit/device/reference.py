@@ -47,14 +47,11 @@ class _KnownStorage:
 
 @dataclass(eq=False, slots=True)
 class _HostRange:
-    """Host memory between two addresses, with the same accesses all over."""
-
     start: int
     end: int
     accesses: Accesses
 
     def outside(self, start: int, end: int) -> list[_HostRange]:
-        """Return the parts outside of two addresses, which copies touch apart from now on."""
         parts = (self.start, min(self.end, start)), (max(self.start, end), self.end)
         return [_HostRange(*part, self.accesses.copy()) for part in parts if part[0] < part[1]]
 

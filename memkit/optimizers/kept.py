@@ -62,7 +62,6 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def needs_master(parameter: Tensor, master: torch.dtype) -> bool:
-    """Tell whether a parameter is of a lower precision than its copy would be."""
     return parameter.is_floating_point() and parameter.dtype.itemsize < master.itemsize
 
 
@@ -88,7 +87,6 @@ class _Copy:
     ) -> None:
         self._most = most
         self._twins: list[tuple[Tensor, nn.Parameter, bool]] = []
-        """Each parameter with its twin, and whether counts of steps are on the device."""
         groups: list[dict[str, Any]] = []
         state: dict[Any, Any] = defaultdict(dict)
         self._shell = shell = shell_of(optimizer, groups, state)

@@ -89,7 +89,6 @@ def versions_in(group: Group) -> list[tuple[str, int]]:
 
 
 def tensors_in(group: Group) -> list[tuple[str, Tensor]]:
-    """Return the tensors in a group, such as a learning rate, that count their writes."""
     return [(name, value) for name, value in group.items() if isinstance(value, Tensor) and not value.is_inference()]
 
 
@@ -108,7 +107,6 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any], is_left_out: C
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Tell whether two entries are the same, bit by bit where they are tensors."""
     if one is other:
         return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
@@ -130,7 +128,6 @@ def may_be_written(name: str, value: object) -> bool:
 
 
 def own_attributes(optimizer: torch.optim.Optimizer, memo: dict[int, Any] | None = None) -> dict[str, Any]:
-    """Return copies of an optimizer's attributes, but for those that can't be copied."""
     memo = _memo(optimizer) if memo is None else memo
     found = {}
     for name, value in vars(optimizer).items():

@@ -82,7 +82,6 @@ def sampled(levels: Sequence[int], most: int, *, always: Iterable[int] = ()) -> 
 
 
 def spans_of(memory: Memory) -> list[tuple[str, int, int]]:
-    """Return the parts of the step: name, first moment, and the first moment after it."""
     spans, begin = list[tuple[str, int, int]](), 0
     for phase, moments in groupby(memory.moments, key=lambda moment: moment.phase):
         end = begin + sum(1 for _ in moments)
@@ -92,7 +91,6 @@ def spans_of(memory: Memory) -> list[tuple[str, int, int]]:
 
 
 def categories_of(memory: Memory) -> dict[str, Sequence[int]]:
-    """Return the levels of the non-empty categories, from the bottom of the stack to its top."""
     levels = {category.value: level for category, level in memory.levels.items() if any(level)}
     return {name: levels[name] for name in dict.fromkeys([*CATEGORIES, *levels]) if name in levels}
 

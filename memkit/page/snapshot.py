@@ -102,7 +102,6 @@ def _free(gaps: list[tuple[int, int]], begin: int, stop: int) -> None:
 
 
 def _blocks(storages: Sequence[Storage], addresses: Sequence[int], num_moments: int, total_bytes: int) -> list[dict[str, Any]]:
-    """Return the segment's blocks after the step in the order of addresses, gaps included."""
     blocks: list[dict[str, Any]] = []
     reached = _BEGIN
     for address, storage in sorted(zip(addresses, storages, strict=True), key=lambda pair: pair[0]):

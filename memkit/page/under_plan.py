@@ -112,6 +112,5 @@ class _Walk:
         return added
 
     def _more_bytes(self, replay: PlannedReplay) -> int:
-        """Return the most bytes that a replay takes beside the values that it leaves."""
         sizes, left = self.lineage.num_bytes, {replay.value, *replay.stays}
         return replay_peak_bytes(self.lineage, replay.ops, left) - sum(sizes[value] for value in left)

@@ -88,7 +88,6 @@ def trace_of(source: TracedReport | StepTrace) -> StepTrace:
 
 
 def problem_of(source: TracedReport | StepTrace, gpu: GpuSpec, optimizer: str | None = None) -> Problem:
-    """Return the planning problem of a step on a GPU; an optimizer's states are on the device all the time."""
     trace, counted = trace_of(source), None if isinstance(source, StepTrace) else getattr(source, "optimizer", None)
     if optimizer is None and counted is not None:
         return make_problem(trace, gpu, optimizer_bytes=counted.state_bytes)

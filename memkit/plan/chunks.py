@@ -67,7 +67,6 @@ class ChunkLayout:
 
     regions: tuple[Region, ...]
     num_bytes: int
-    """Of the whole chunk, with header and padding."""
 
 
 def lay_out(groups: Sequence[Sequence[tuple[int, int]]]) -> ChunkLayout:

@@ -98,7 +98,6 @@ class _Batches:
 def _forward(
     sizes_bytes: Mapping[int, int], leaving: Collection[int], saves: Sequence[int], ready: Mapping[int, int], limit_bytes: int
 ) -> tuple[list[tuple[int, ...]], list[int], list[int], int]:
-    """Return the batches that leave, how many are issued and freed by each save and the end, and the peak bytes."""
     batches, seen = _Batches(sizes_bytes), set[int]()
     num_sent, num_released = [], []
     live_bytes = peak_bytes = released = opened_at = 0
@@ -166,7 +165,6 @@ def _backward(
 
 
 def _has_room(forecast: Forecast | None, now: int, until: int, live_bytes: int, limit_bytes: int) -> bool:
-    """Tell whether the device may hold `live_bytes` from request `now` until request `until`."""
     if live_bytes > limit_bytes:
         return False
     return forecast is None or forecast.level_bytes(now, until, live_bytes) <= forecast.peak_bytes

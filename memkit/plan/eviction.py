@@ -126,7 +126,6 @@ class Walk:
         self.given.add(value)
 
     def admit(self, value: int) -> None:
-        """Add a saved value that is now on the device and may be dropped."""
         self.evictable[value] = None
         self._touched[value] = self.clock
         self._last_evictable = max(self._last_evictable, value)

@@ -74,8 +74,6 @@ class LargestBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """Predicted time against peak memory of one step on one GPU."""
-
     model: str
     inputs: str
     gpu: str

@@ -260,8 +260,6 @@ class Plan(_Explained):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedReplay:
-    """The ops that run again for one request."""
-
     request: int
     """The request of the value, or the first of several with no op between them: all their replays run before it is
     answered."""
@@ -464,7 +462,6 @@ class MemoryPlan(_Explained):
 
 
 def _plan_from(content: dict[str, Any]) -> MemoryPlan:
-    """Return the plan in parsed JSON (hence Any)."""
     known = {entry.name for entry in fields(MemoryPlan)}
     plain = {name: content[name] for name in known & content.keys() - {"step", "values", "replays", "notes"}}
     for name, value in plain.items():

@@ -99,7 +99,6 @@ class RatioSoFar:
         self._sum_up()
 
     def decide(self, num_bytes: int, place: int | None = None, asked: Action | None = None) -> Action:
-        """Return the action for the next saved storage, and count it."""
         self._seen_bytes += num_bytes
         self._largest_bytes = max(self._largest_bytes, num_bytes)
         plan = self._plan

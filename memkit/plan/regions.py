@@ -44,8 +44,6 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
-    """Seconds that the host spends."""
-
     op_s: float
     """On an op, with everything else that it costs in a module."""
     recorded_s: float
@@ -66,8 +64,6 @@ class HostCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionChoice:
-    """Some calls chosen as regions, and the step's costs with them."""
-
     chosen: tuple[int, ...]
     peak_bytes: int
     device_s: float
@@ -75,8 +71,6 @@ class RegionChoice:
 
 
 class RegionBytes(NamedTuple):
-    """The bytes of one region."""
-
     dropped: frozenset[int]
     inputs: tuple[int, ...]
     """Values held for it, saved or not."""
@@ -85,8 +79,6 @@ class RegionBytes(NamedTuple):
 
 
 class RegionNeeds(NamedTuple):
-    """The bytes of a step with some regions."""
-
     peak_bytes: int
     regions: tuple[RegionBytes, ...]
 
@@ -96,7 +88,6 @@ _SMALL = 4
 """A block of more members has spans of its own."""
 
 _Span = tuple[int, int]
-"""The index of the first member, and one past the last."""
 
 
 def find_spans(kinds: Sequence[Hashable], is_joined: Sequence[bool]) -> list[_Span]:
@@ -380,7 +371,6 @@ class RegionPlanner:
         yield from product_of([index for index, call in enumerate(self.calls) if call.parent < 0])
 
     def _groups(self) -> list[list[int]]:
-        """Return groups of similar calls, such as a model's blocks, none nested in another."""
         groups: dict[tuple[int, str], list[int]] = {}
         depths: list[int] = []
         for index, call in enumerate(self.calls):
@@ -411,7 +401,6 @@ class RegionPlanner:
                 self._sweep(costs, cap)
 
     def _caps(self) -> list[float]:
-        """Return limits for the peak of one region's second run."""
         peaks = sorted({self._peaks[index] for index in range(len(self.calls)) if self._eligible[index]})
         if not peaks:
             return []
@@ -521,8 +510,6 @@ _HIDDEN = 0.9
 
 
 class Moving(NamedTuple):
-    """What is offloaded beside regions."""
-
     limit_bytes: int
     """Limit for saved values, the offloaded ones included."""
     kept_bytes: int
@@ -579,8 +566,6 @@ def _kept(problem: Problem, choice: RegionNeeds) -> Iterator[HeldValue]:
 
 
 def _second_run_bytes(problem: Problem, region: RegionBytes, inside: Sequence[HeldValue]) -> int:
-    """Return the peak of a second run: the values that it makes, and what the forward had beside them, such as the workspaces
-    of convolutions."""
     most_bytes, made_bytes = region.peak_bytes, 0
     in_order = sorted(inside, key=lambda held: held.made)
     for held, until in zip(in_order, [*(after.made for after in in_order[1:]), 0], strict=True):

@@ -112,8 +112,6 @@ class _GiveUpError(Exception):
 
 
 class _Simulation:
-    """A step without tensors, as the store of its walk."""
-
     def __init__(self, step: Step, score: DTRScore, limit_bytes: float, anchors: frozenset[int], most_s: float) -> None:
         self.live_bytes = 0
         self._walk = Walk(step.lineage, score, limit_bytes, self)

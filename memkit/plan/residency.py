@@ -73,7 +73,6 @@ def predict_step(
     timeline, moment_s = Timeline(), 0.0
 
     def use(index: int, compute_s: float, *, is_forward: bool) -> float:
-        """Compute a layer once it is on the device; return the seconds waited."""
         nonlocal moment_s
         stall_s = 0.0
         if index in size_of and index not in held[size_of[index]]:
@@ -348,8 +347,6 @@ def _fewest_streamed(choices: Iterable[_Choice]) -> _Choice:
 
 
 def _even_counts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return how many layers of each class may stream together: the same share of each, rounded down or up. More than four
-    classes have too many roundings: there the class furthest behind comes next."""
     if len(lengths) > 4:
         turns = sorted((Fraction(2 * turn + 1, length), -kind) for kind, length in enumerate(lengths) for turn in range(length))
         before = [Counter(-kind for _, kind in turns[:num_turns]) for num_turns in range(len(turns) + 1)]

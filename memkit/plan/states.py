@@ -93,7 +93,6 @@ class StatePiece:
 
 
 def aligned(num_bytes: int) -> int:
-    """Return bytes rounded up, so that the next item is aligned like an allocation of its own."""
     return rounded(num_bytes, ALIGNMENT_BYTES)
 
 
@@ -398,7 +397,6 @@ def _piece_bytes(costs: Iterable[ParameterCosts], usual: int) -> int:
 
 
 def _cut(costs: Sequence[ParameterCosts], most: int, *, apart: bool) -> Iterator[list[int]]:
-    """Yield neighbors whose states form a piece. A large parameter is a piece by itself."""
     members: list[int] = []
     num_bytes = 0
     for index, cost in enumerate(costs):

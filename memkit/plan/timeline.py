@@ -14,8 +14,6 @@ HIDDEN = 1.01
 
 
 class Lane(IntEnum):
-    """A queue beside the computation."""
-
     OUT = 0
     """Copies from the device to the host."""
     BACK = 1

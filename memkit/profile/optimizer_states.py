@@ -51,7 +51,6 @@ def check_optimizer(optimizer: OptimizerLike | None) -> OptimizerLike | None:
 
 
 def optimizer_names() -> dict[str, type[torch.optim.Optimizer]]:
-    """Return the classes of `torch.optim` by their names in lower case; "momentum" is SGD with momentum."""
     found = {
         name.lower(): kind
         for name, kind in vars(torch.optim).items()
@@ -123,7 +122,6 @@ def _room_bytes(kind: type[torch.optim.Optimizer], states: list[tuple[Tensor, in
 
 
 def state_bytes_of(parameters: Iterable[nn.Parameter], optimizer: str) -> int:
-    """Return the bytes that an optimizer (a name) keeps for parameters, of which only shapes and dtypes count."""
     kept = _kept(_made(optimizer, list(parameters))[0])
     return sum(state.num_bytes for states in kept.values() for state in states if state.is_there)
 
@@ -131,7 +129,6 @@ def state_bytes_of(parameters: Iterable[nn.Parameter], optimizer: str) -> int:
 def _made(
     optimizer: str | type[torch.optim.Optimizer], parameters: list[nn.Parameter]
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """Return an optimizer of a class over parameters of these shapes without data, and these parameters."""
     kind = optimizer_names()[optimizer.lower()] if isinstance(optimizer, str) else optimizer
     twins = [nn.Parameter(torch.empty_like(local_of(each), device="meta")) for each in parameters]
     options: dict[str, Any] = {"momentum": 0.9} if optimizer == "momentum" else {}

@@ -31,12 +31,10 @@ class Partition(NamedTuple):
 
     budget: float
     saved_bytes: int
-    """Bytes that the block saves, with its inputs and outputs, without its parameters."""
     given_bytes: int
     """Bytes of its inputs, which are all that is saved if the whole block is recomputed."""
     forward_flops: float
     backward_flops: float
-    """FLOPs of the backward, with what is recomputed."""
 
 
 class _CutError(Exception):

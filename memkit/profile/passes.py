@@ -30,7 +30,6 @@ def module_records(
     forward_s: Mapping[int, float],
     backward_s: Mapping[int, float],
 ) -> tuple[ModuleRecord, ...]:
-    """Return the rows: each module of the tree, and the work outside of any."""
     parents = [*(node.parent for node in tree.nodes), None]
     below = children_of(parents)
     owners: dict[int, str] = {}  # each storage belongs to the module that saved it first
@@ -92,7 +91,6 @@ def _with_children(
 def time_pass(
     step: ProfiledStep, tree: ModuleTree, device: Device, *, num_calls: int
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Run the step with events around each call; return seconds per module, forward (inclusive) and backward (its own)."""
     gauge = TimeGauge(device)
     device.make_events(2 * num_calls)
     device.synchronize()

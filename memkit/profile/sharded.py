@@ -79,7 +79,6 @@ class GatheredParameters:
                 yield from group.storages
 
     def _look(self) -> None:
-        """Find the storages of newly gathered groups."""
         unknown, self._unknown = self._unknown, []
         for item, group in unknown:
             whole = getattr(item, torch_private.FSDP_GATHERED, None)
@@ -94,10 +93,7 @@ class GatheredParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """The parts of some modules that FSDP2 has sharded."""
-
     modules: tuple[Any, ...] = ()
-    """The sharded modules, parents first."""
     groups: tuple[Any, ...] = ()
     gathered: GatheredParameters = field(default_factory=GatheredParameters)
 
@@ -300,7 +296,6 @@ def _at_rest(shards: Shards) -> Iterator[None]:
 
 
 def _abandon(shards: Shards) -> None:
-    """Let FSDP2 forget a forward or backward that was broken off."""
     for module in shards.modules:
         if hasattr(module, "reset_iter_state"):
             with suppress(RuntimeError):  # not a root: its root has reset it

@@ -80,12 +80,10 @@ class _ModuleState:
         values = list((self._attributes or {}).values())
         self._containers = [(value, copy.copy(value)) for value in values if type(value) in _CONTAINERS]
         self.tensors = [*module.buffers(recurse=False), *(value for value in values if isinstance(value, Tensor))]
-        """The buffers, and the tensors that are plain attributes."""
         self._aliases = [(tensor, tensor.detach()) for tensor in (*self.tensors, *module.parameters(recurse=False))]
         self._generators = [(value, value.get_state()) for value in values if isinstance(value, torch.Generator)]
 
     def put_back(self) -> None:
-        """Restore the attributes, but not the contents of tensors."""
         for generator, state in self._generators:
             generator.set_state(state)
         for tensor, alias in self._aliases:
@@ -140,12 +138,10 @@ class ProfiledStep:
         return [leaf for leaf in torch_private.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
     def modules(self) -> list[nn.Module]:
-        """Return the model, and the loss where it is a module or a method of one."""
         loss = getattr(self.loss_fn, "__self__", self.loss_fn)
         return [self.model, *([loss] if isinstance(loss, nn.Module) else [])]
 
     def resident_tensors(self) -> list[Tensor]:
-        """Return parameters and buffers, which exist with or without a backward."""
         return [tensor for module in self.modules() for tensor in (*module.parameters(), *module.buffers())]
 
     def device_tensors(self) -> list[Tensor]:

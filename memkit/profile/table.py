@@ -95,8 +95,6 @@ def peak_text(report: MemoryReport, *, depth: int | None, top: int | None, full:
 
 
 def folded(memory: StepMemory, *, depth: int | None, full: bool) -> list[AliveItem]:
-    """Return the contents of the peak by category and module, largest first; unless `full`, names that differ in numbers are
-    one."""
     items = [replace(item, module=_above(item.module, depth)) for item in memory.grouped_at(memory.peak)]
     found = grouped(items, lambda item: item.module if full else re.sub(r"\b\d+\b", "*", item.module))
     return [replace(item, module=_one_name(modules)) for item, modules in found]

@@ -128,10 +128,8 @@ class _Tracer(StorageLog):
         self.forward_ends: dict[int, int] = {}
         """For each storage that is freed in the forward, by its place, how many ops had run by then."""
         self.base_bytes = self.allocated_bytes()
-        """Bytes on the device before the first op."""
         self.works: list[OpWork] = []
         self.live_bytes: list[int] = []
-        """Bytes beyond `base_bytes` just after each op."""
         self.op_places: list[int] = []
         """For each op of the recording, its index among all ops."""
         self.values: dict[int, tuple[int, int]] = {}

@@ -241,7 +241,6 @@ def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
-    """Return the report without its `fit`."""
     # Only now: a private class of torch is the base of the op watch.
     from memkit.profile.passes import memory_pass, module_records, save_times_pass, simulated_pass, time_pass
     from memkit.profile.watch import StorageLog
@@ -364,7 +363,6 @@ def _check_model(step: ProfiledStep) -> None:
 
 
 def _run_device(step: ProfiledStep, asked: str | torch.device | Device | None) -> torch.device:
-    """Return the device of the run: meta, or the one device that model and inputs are on."""
     if asked is not None and str(asked) in ("meta", "meta:0"):
         _check_gradients_without_data(step)
         return META
@@ -395,7 +393,6 @@ def _run_device(step: ProfiledStep, asked: str | torch.device | Device | None) -
 
 
 def _refuse_sharded(step: ProfiledStep) -> None:
-    """Raise ProfileError if a sharded model is to run without data."""
     if fsdp_modules(step.modules()):
         raise ProfileError(
             'the model is sharded by fully_shard, and what ranks send each other needs data; found device="meta", trace=True, '
@@ -404,7 +401,6 @@ def _refuse_sharded(step: ProfiledStep) -> None:
 
 
 def _check_gradients_without_data(step: ProfiledStep) -> None:
-    """Raise ProfileError if gradients would go to the host in a run without data."""
     if step.backward and any(parameter.requires_grad for parameter in step.streamed.parameters):
         raise ProfileError(
             'device="meta" cannot follow gradients that LayerOffload takes to host memory (train="host"): the peak of the '

@@ -49,8 +49,6 @@ MEANINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNode:
-    """One distinct module of a model. `fqn` is the first name it is registered under; `parent` indexes the tree's nodes."""
-
     fqn: str
     module: nn.Module
     parent: int | None
@@ -113,7 +111,6 @@ def _hides_calls(module: nn.Module) -> bool:
 
 
 def children_of(parents: Sequence[int | None]) -> list[list[int]]:
-    """Return, for each row, the indices of the rows directly under it."""
     children: list[list[int]] = [[] for _ in parents]
     for index, parent in enumerate(parents):
         if parent is not None:

@@ -87,7 +87,6 @@ class StorageLog(MemoryCounter):
         self._peak_bytes = self._allocated_bytes
 
     def __len__(self) -> int:
-        """The number of storages so far; one whose size has changed counts again."""
         return len(self._entries)
 
     def place_of(self, storage: torch.UntypedStorage) -> int | None:
@@ -96,7 +95,6 @@ class StorageLog(MemoryCounter):
         return None if entry is None or entry.place < self._num_before else entry.place
 
     def ends(self) -> dict[int, int]:
-        """Return for each freed storage, by its place, how many ops had run by then."""
         ends = {entry.place: entry.end for entry in self._entries}  # the last one of equal places counts
         return {place: end for place, end in ends.items() if end is not None}
 
@@ -111,7 +109,6 @@ class StorageLog(MemoryCounter):
         """The forward is over."""
 
     def follow(self, step: ProfiledStep, tree: ModuleTree, stack: CallStack, casts: ParamCasts) -> None:
-        """Name the storages that exist before a step, and ask `stack` from now on for the running module."""
         self._stack, self._casts = stack, casts
         for tensor, category, module, what in step.named_tensors(tree):
             if category is not MemoryCategory.BUFFER:  # only leaves have gradients
@@ -129,7 +126,6 @@ class StorageLog(MemoryCounter):
         self._names = {}
 
     def look(self) -> None:
-        """Count storages anew whose sizes have changed without an op."""
         for storage in self._shards.gathered.resized() if self._shards else ():
             if storage.nbytes() or storage_key(storage) in self._live:
                 self._add(storage)
@@ -140,7 +136,6 @@ class StorageLog(MemoryCounter):
             self._add(storage)
 
     def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
-        """Note an op that has run."""
         self.see(outputs)
         if self._shards and str(op).startswith(_PACKING):
             self._note_packing(args)
@@ -148,7 +143,6 @@ class StorageLog(MemoryCounter):
             self.note_op(str(op))
 
     def note_op(self, name: str) -> None:
-        """Note an op that has run: the maker of the storages since the last one."""
         what = short_name(name)
         for entry in self._entries[self._num_named :]:
             entry.what = entry.what or what
@@ -258,7 +252,6 @@ class StorageLog(MemoryCounter):
             entry.category, entry.module, entry.what = category, module, what
 
     def _temp(self, storage: torch.UntypedStorage) -> _Entry | None:
-        """Return the entry of a storage that is so far only a temporary."""
         _, entry = self._live.get(storage_key(storage), (None, None))
         return entry if entry is not None and entry.category is MemoryCategory.TEMP else None
 
@@ -310,8 +303,6 @@ def storages_in(value: Any) -> Iterator[torch.UntypedStorage]:
 
 @dataclass(slots=True)
 class _Save:
-    """One version of a storage during the run; becomes a `SavedTensorRecord`."""
-
     record: SavedTensorRecord
     packs: list[int] = field(default_factory=list)
     ordinals: list[int] = field(default_factory=list)
@@ -339,7 +330,6 @@ class SavedStorages:
         self._casts = casts
         self._stack = stack
         self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
-        """Each storage with its number and its version at its first save, by its key."""
         self._saves: dict[tuple[int, int], _Save] = {}
         self._num_storages = self._num_packs = self._num_saves = self._num_uses = 0
 
@@ -360,7 +350,6 @@ class SavedStorages:
         return tensor
 
     def records(self, times: SaveTimes | None = None) -> tuple[SavedTensorRecord, ...]:
-        """Return the list as values; `times` are from another run of the same step."""
         if times is not None and times.num_saves != self._num_packs:
             times = None  # that run took another path
         return tuple(
@@ -497,8 +486,6 @@ class Watch(Mode):
 
 
 class SaveTimes:
-    """The times of saves and uses on the device's clock, from a run that notes only these."""
-
     def __init__(self, device: Device) -> None:
         self._device = device
         self._forward_start = device.record_event()

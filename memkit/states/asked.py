@@ -28,7 +28,6 @@ _opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple["weakref.ref[An
 
 
 def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
-    """Note that an optimizer has a `StateOffload`. If that is dropped without `close()`, the host waits before freeing."""
     known = _opened.get(optimizer)
     found = None if known is None else known[0]()
     if found is not None:
@@ -44,7 +43,6 @@ def _await_all(device: Device) -> None:
 
 
 def _coming_bytes(ref: weakref.ref[Any]) -> int:
-    """Return the bytes of states that will stay on the device, if no step has made any yet."""
     states = ref()
     return 0 if states is None or states.optimizer.state else int(states.plan.resident_bytes)
 
@@ -177,7 +175,6 @@ def device_of(optimizer: torch.optim.Optimizer, asked: str | torch.device | Devi
 
 
 def _refuse_shard(parameter: Any) -> None:
-    """Raise if this rank's part of a parameter can't be stepped by itself, or is stepped in host memory anyway."""
     kind = parameter.device_mesh.device_type
     if parameter.device.type == "cpu" != kind:
         raise ValueError(
@@ -235,7 +232,6 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, *, is_beside: bool) -> None:
-    """Check that an optimizer has each parameter once, and that nobody else keeps its states or steps it."""
     _refuse_twice(optimizer)
     _refuse_streamed(optimizer)
     if is_beside and any(is_dtensor(parameter) for _, parameter in _named(optimizer)):
@@ -247,7 +243,6 @@ def check_parameters(optimizer: torch.optim.Optimizer, *, is_beside: bool) -> No
 
 
 def _refuse_streamed(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if a `LayerOffload` has parameters of an optimizer: it keeps their states in host memory, or steps them itself."""
     layers = stepper_of(optimizer)
     own = set() if layers is None else set(map(id, layers.streamed()))
     streamed = {id(parameter) for owner in owners() for parameter in owner.streamed().parameters} - own

@@ -292,7 +292,6 @@ def _could_leave(value: object) -> bool:
 
 
 def _is_elsewhere(value: object) -> bool:
-    """Tell whether a state without dimensions or elements is outside of host memory."""
     return isinstance(value, Tensor) and value.device.type != "cpu" and (not value.dim() or not local_of(value).numel())
 
 

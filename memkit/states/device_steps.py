@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from memkit.states.on_disk import DiskStates
 
 Stepped = tuple[StateRecord, Tensor, dict[Any, Any]]
-"""A stepped parameter's record, the tensor stepped in its place, and its states."""
 
 
 _FIRST = itemgetter(0)
@@ -53,7 +52,6 @@ class Undo:
         return self._storage.nbytes()
 
     def close(self) -> None:
-        """Give the memory back. No views of it may be left."""
         self._storage = torch.UntypedStorage(0)
 
     def keep(self, piece: Piece) -> None:
@@ -113,7 +111,6 @@ class DeviceSteps:
                 self.slots.fetch(piece, layout.span or self.disk.span_of(piece))
 
     def follow(self, pieces: Iterable[Piece]) -> None:
-        """Assign slots to pieces in the order of their steps. None may be in a slot now."""
         parts = [part for piece in pieces for part in piece.parts]
         self.slots.deal(part for part in parts if part.plan.update is Update.DEVICE and not part.plan.is_resident)
 
@@ -209,7 +206,6 @@ class DeviceSteps:
         piece.residency = piece.rest
 
     def drop(self, piece: Piece) -> None:
-        """Give up a fetched piece. A copy to its slot may still be under way, and the next one comes behind it."""
         if piece.slot >= 0:
             self._release(piece)
         piece.residency = piece.rest
@@ -253,7 +249,6 @@ class DeviceSteps:
         piece.put_parameters()
 
     def _lay_out(self, piece: Piece, stepped: list[Stepped]) -> Layout | None:
-        """Lay all states of a piece out in its slot. Return the layout; None if there are none."""
         layout = piece.layout
         if layout is not None and piece.may_lie_as_before() and self._is_as_laid_out(piece, layout, stepped):
             return layout

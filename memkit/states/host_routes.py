@@ -25,7 +25,6 @@ WORD_BYTES = 8
 
 
 def _signed(number: int) -> int:
-    """Return the int64 with the bits of a number below 2**64."""
     return number - 2**64 if number >= 2**63 else number
 
 
@@ -115,7 +114,6 @@ class Sections:
 
 
 def _views(storage: torch.UntypedStorage, due: list[StateRecord], sections: Sections) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the places of parameters, and of their gradients, in a slot or in host memory."""
     parameters, grads = list[Tensor](), list[Tensor]()
     float32_at, rounded_at, plain_at = 0, sections.rounded_at, sections.plain_at
     for record in due:
@@ -202,12 +200,9 @@ class Route:
         self._numbers = [record.index for record in piece.due]
         self.state: dict[Any, Entries] = defaultdict(dict)
         self.rows: list[Entries] = [{} for _ in self._records]
-        """Each parameter's entries in `optimizer.state`, as last looked up."""
         self._entries: list[Entries] = []
-        """The same without float32 copies."""
         self._layout: Layout | None = None
         self._masters: list[Tensor | None] = []
-        """The float32 copy of each parameter; of a shard, this rank's part."""
         self._before: list[tuple[Tensor, Tensor]] = []
         """States that are not copied, each with a copy from before the step."""
         self._is_at_home = self.has_all_copies = False
@@ -313,7 +308,6 @@ class Route:
         return bool(now == before)
 
     def forget(self) -> None:
-        """Forget the fingerprint: the parameters are not rounded from the present float32 copies."""
         self._known = None
 
     def take(self, layout: Layout | None, known: Mapping[Any, Any]) -> None:
@@ -400,7 +394,6 @@ def _words(storage: torch.UntypedStorage, start: int, num_words: int) -> Tensor:
 
 
 def _are_same(one: Entries, other: Entries) -> bool:
-    """Tell whether two dicts have the same keys in the same order, and identical (`is`) values."""
     return len(one) == len(other) and all(map(is_, one.values(), other.values())) and [*one] == [*other]
 
 

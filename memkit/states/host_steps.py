@@ -129,7 +129,6 @@ class HostSteps:
         self._running[piece] = self._thread.submit(step)
 
     def join(self, piece: Piece) -> None:
-        """Wait for the step of a piece, and begin the copy of its parameters back."""
         with label("step on the host", piece):
             running = self._running[piece]
             begun = self._begun_behind(piece)
@@ -142,7 +141,6 @@ class HostSteps:
         self.finish(piece)
 
     def settle(self) -> None:
-        """Wait for all that the thread was given, noted or not (an interrupt)."""
         if self._thread is not None:
             self._thread.submit(int).result()
 
@@ -213,7 +211,6 @@ class HostSteps:
         piece.residency = Residency.DIRTY
 
     def _bring_parameters(self, route: Route) -> None:
-        """Copy parameters written to by others to the host. They are in the slot until the piece is stepped."""
         sections, lanes = route.sections, self._lanes
         span = route.room.part(sections.rounded_at, sections.num_bytes)
         brought = lanes.copy(lanes.out, route.storage, span, is_out=True, after=span.free_events, start=sections.rounded_at)
@@ -221,7 +218,6 @@ class HostSteps:
         route.brought_bytes = sections.rounded_bytes
 
     def _lay_out(self, piece: Piece, made: list[dict[Any, Any]]) -> Layout | None:
-        """Lay all states of a piece out in its host memory. Return the layout; None if there are none."""
         layout = piece.layout
         rows = piece.leaving(() if layout is None else layout.host, zip(piece.due, made, strict=True))
         if layout is not None and piece.may_lie_as_before() and all(map(lie_as, rows, layout.host)):

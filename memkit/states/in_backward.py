@@ -217,7 +217,6 @@ class BackwardSteps(Accumulating):
             self._let_go()
 
     def _let_go(self) -> None:
-        """Let the current stream, and the gradients' streams, wait for all steps."""
         device, current = self._device, self._device.current_stream()
         for entry in tuple(self._held):  # a backward that has failed may end in its own thread, beside a step
             self._let_go_of(entry)
@@ -275,7 +274,6 @@ class BackwardSteps(Accumulating):
             self._let_go()
 
     def _join_host(self) -> None:
-        """Wait for steps on the host, and begin the copies of their parameters back."""
         if not self._leaving:
             return
         self._stepping.is_broken = True  # on any error `mend` copies the parameters back
@@ -340,7 +338,6 @@ class BackwardSteps(Accumulating):
             self._stepping.unfinished.check_options()
 
     def close(self) -> None:
-        """Stop: nothing is on its way any more, and stepped parameters have no gradient."""
         try:
             self.end()
         except StateOffloadError as error:

@@ -44,7 +44,6 @@ class Members:
         refuse_mixed_shards(self._optimizer, torch_device=self._torch_device, master=self._master)
 
     def costs(self) -> list[ParameterCosts]:
-        """Return bytes and elements of each parameter and its states: those that it has, or else as the trial tells."""
         costs = {record: self._cost(record) for record in self.records()}
         large = defaultdict[int, list[StateRecord]](list)
         for record, cost in costs.items():
@@ -109,7 +108,6 @@ class Members:
 
     @property
     def is_half_loaded(self) -> bool:
-        """Whether loading was begun, and some states are not there."""
         return self._replaced is not None and self._replaced is not self._optimizer.state
 
     def begin_loading(self) -> None:

@@ -72,7 +72,6 @@ class HostStates:
         return Layout(span, tensors, tuple({tensor.name: tensor.on_host(span) for tensor in row} for row in tensors))
 
     def give(self, span: Span) -> None:
-        """Give back memory that was taken by itself. No copy from or to it is under way."""
         self.arena.give(span)
         self.arena.trim_gaps()
 
@@ -124,7 +123,6 @@ class StateSlots:
         self._memory.join(self)
         self.h2d_bytes = self.d2h_bytes = 0
         self.host_step_s = 0.0
-        """Seconds of steps on the host, without their waits for gradients."""
         self._num_writes = 0
 
     def add(self, plan: StatePlan) -> StatePlan:
@@ -186,7 +184,6 @@ class StateSlots:
         return slot
 
     def fetch(self, piece: Piece, span: Span) -> None:
-        """Put a copy of a piece from a span to its slot on the lane, after all work that uses the slot."""
         slot = self.slots[piece.slot]
         if slot.num_bytes < span.num_bytes:
             self.grow(slot, span.num_bytes)
@@ -261,5 +258,4 @@ class StateSlots:
                     self._device.synchronize(copied)
 
     def close(self) -> None:
-        """Give all memory back. The host has waited for all copies."""
         self.slots.clear()

@@ -39,17 +39,13 @@ class Holds(enum.Enum):
 
 
 class Buffer:
-    """Host memory for one part at a time: from before it is read until it is written."""
-
     def __init__(self, room: Span) -> None:
         self.room = room
         self.part: Piece | None = None
         """None if the buffer is free."""
         self.holds = Holds.NOTHING
         self.copy: DiskCopy | None = None
-        """The chunk on the disk that its bytes are, or become."""
         self.number = 0
-        """The number of its write: lower ones end first."""
 
     @property
     def chunk(self) -> DiskCopy:
@@ -159,7 +155,6 @@ class DiskStates:
         return [buffer for buffer in self.buffers if buffer.part is not None and buffer.holds is holds]
 
     def _end_write(self, buffer: Buffer, *, keeps: bool = False) -> None:
-        """Wait for a write. Then the buffer is free, or keeps its bytes as if they were read."""
         try:
             self.store.wait(buffer.chunk)
         except DiskError:  # it is written again, and then its error is raised
@@ -183,7 +178,6 @@ class DiskStates:
         buffer.holds = Holds.READ
 
     def _write(self, buffer: Buffer) -> None:
-        """Begin to write a buffer, once its bytes are there. The wait for it raises its errors."""
         assert buffer.part is not None
         left = buffer.part.left
         self.store.write(buffer.chunk, buffer.span, after=() if left is None else (left,))
@@ -382,7 +376,6 @@ class DiskStates:
         return span
 
     def close(self) -> None:
-        """Give the room on the disk back. The host has waited for all copies."""
         self.buffers.clear()
         if self.opened is not None:
             self.opened.close()

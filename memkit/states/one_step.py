@@ -74,7 +74,6 @@ class OneStep:
         """Whether the step's writes to groups without due parameters are written."""
         self._noted: list[_Noted] = []
         self.awaited: set[int] = set()
-        """Groups with parameters still to be stepped when the user's `step()` returns."""
 
     def prepare(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> Prepared:
         has_shards = False
@@ -145,7 +144,6 @@ class OneStep:
             vars(self._optimizer).update(self._of_optimizer)
 
     def _now(self, own: Group) -> Group:
-        """Return one of the user's groups, or the copy that has taken its place in `param_groups`."""
         groups = self._optimizer.param_groups
         if any(group is own for group in groups):
             return own
@@ -153,7 +151,6 @@ class OneStep:
         return next((group for group in groups if [*map(id, group["params"])] == members), own)
 
     def write_of_others(self, hollow: torch.optim.Optimizer) -> None:
-        """Write a step's writes to groups without due parameters, made in a hollow shell. Calling it again does nothing."""
         if self._is_over:
             return
         due = [*map(self._own.__getitem__, (*self._of_groups, *self.awaited))]
@@ -211,7 +208,6 @@ def _copy_of(value: Any) -> Any:
 
 
 def run_closure(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Run the closure of a step if there is one. Return the arguments with one that returns the known result."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return tuple(args), kwargs

@@ -74,7 +74,6 @@ class ForwardOverlap:
             )
 
     def run(self, pieces: Sequence[Piece], run: OneStep) -> None:
-        """Step pieces, behind the current stream's work so far."""
         self.join()
         if not self._in_order:
             self._places, self._met = {**self._places, **self._met}, {}

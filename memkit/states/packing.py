@@ -19,13 +19,10 @@ from memkit.plan.states import aligned
 from memkit.transfer.host_memory import Span
 
 MASTER = "master"
-"""The key in `optimizer.state[parameter]` of a parameter's float32 copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """Layout of one plain tensor in its piece; `offset` is in bytes."""
-
     name: str
     offset: int
     num_bytes: int
@@ -136,7 +133,6 @@ _READ = (
 
 
 def is_number(value: object) -> bool:
-    """Tell whether a state has no dimensions, as a count of steps."""
     return not isinstance(value, OnDisk) and (not isinstance(value, Tensor) or not value.dim())
 
 
@@ -206,7 +202,6 @@ def copy_state(target: Tensor, source: Tensor) -> None:
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors to others of the same sizes and precisions, plain ones in one call."""
     if len(targets) > 1 and {*map(type, sources)} <= {*PLAIN_TYPES}:
         torch_private.foreach_copy(targets, sources)
         return
@@ -230,7 +225,6 @@ def storage_of_part(host: Tensor) -> torch.UntypedStorage:
 
 
 def may_leave(tensor: object) -> bool:
-    """Tell whether a state can be packed: a dense tensor with dimensions, plain or wrapping plain ones."""
     if not isinstance(tensor, Tensor) or tensor.dim() == 0:
         return False
     if type(tensor) in PLAIN_TYPES:

@@ -40,7 +40,6 @@ class StateRecord:
         """The number of its group, and its position there; -1 once the optimizer does not have it any more."""
         self.undo: Tensor | None = None
         self.numbers: list[tuple[Tensor, Tensor]] = []
-        """States that are not copied (counts of steps), each with a copy from before the step."""
         self.done: tuple[weakref.ref[Tensor], int] | None = None
         """The gradient of its last step, with its version: see `mark_of`."""
         self.spoiled: tuple[weakref.ref[Tensor], int] | None = None
@@ -141,7 +140,6 @@ class Layout:
         return True
 
     def masters(self) -> Span | None:
-        """Return the host memory of all float32 copies, which lie first; None if there are none."""
         found = [one for row in self.tensors for one in map(local_packed, row) if one.name == MASTER]
         ends = [one.offset + aligned(one.num_bytes) for one in found if isinstance(one, PackedTensor)]
         if not ends or self.span is None:
@@ -153,8 +151,6 @@ class Layout:
 
 
 class Place(Protocol):
-    """Where states are between steps: host memory, or a disk."""
-
     def layout_of(
         self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
     ) -> Layout:
@@ -180,7 +176,6 @@ class Piece:
         self.room: Span | None = None
         self.layout: Layout | None = None
         self.left: Event | None = None
-        """Reached when the last copy from or to host memory is done: until then nobody may write there."""
         self.views: list[dict[str, Tensor]] = []
         self.stand_ins: list[nn.Parameter | None] = []
         """For each record, the float32 copy in the slot that is stepped instead of the parameter, as a parameter; or None."""
@@ -231,7 +226,6 @@ class Piece:
         return found
 
     def staying(self, record: StateRecord, entries: Mapping[Any, Any]) -> list[Tensor]:
-        """Return a parameter's states that are not copied, given its entries in `optimizer.state`."""
         if self.plan.is_resident:
             return [value for value in entries.values() if isinstance(value, Tensor)]
         # the piece's own are known: `may_leave` of a tensor that wraps others takes the host long
@@ -241,7 +235,6 @@ class Piece:
 
     @property
     def parts(self) -> Sequence[Piece]:
-        """The units that are copied and stepped one by one: its windows, or the piece itself."""
         return (self,)
 
     @property
@@ -302,7 +295,6 @@ class Piece:
         """Raise if an earlier window of the same parameter was not stepped."""
 
     def prepare(self, state: Mapping[Any, Any]) -> None:
-        """Begin a step of the due parameters. Nothing was copied yet."""
         if self.lost is not None:
             raise StateOffloadError(self.lost)
         versions = []
@@ -366,7 +358,6 @@ class Piece:
         return place.layout_of(self, tensors, num_bytes) if num_bytes else None
 
     def lies_as_it_goes(self, entries: Mapping[Any, Any]) -> bool:
-        """Tell whether its units on the disk are those of its steps."""
         return True
 
     def cut(
@@ -411,7 +402,6 @@ class Piece:
     def leaving(
         self, known: Iterable[Mapping[str, Tensor]], made: Iterable[tuple[StateRecord, Mapping[Any, Any]]]
     ) -> list[dict[str, Tensor]]:
-        """Return the states that are copied, by parameter: those just made, or else the known ones."""
         rows = [dict(row) for row in known] if self.layout is not None else [{} for _ in self.records]
         for record, entries in made:
             rows[record.index] = {name: value for name, value in entries.items() if may_leave(value)}

@@ -50,8 +50,6 @@ class _Batch:
 
 
 class ShardSteps(Accumulating):
-    """Steps an optimizer over shards in host memory, layer by layer, each as a whole or not at all."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, members: Members, device: Device) -> None:
         self._optimizer = optimizer
         self._members = members
@@ -60,9 +58,7 @@ class ShardSteps(Accumulating):
         self._known: list[list[int]] = []
         self._thread: OwnThreads | None = None
         self._batches: list[_Batch] = []
-        """Sent to the thread, and not waited for yet."""
         self._failed: list[_Batch] = []
-        """Not stepped, and not reported yet."""
         self._lost: dict[StateRecord, str] = {}
         """Shards that may be stepped in part, with their error messages."""
         self._met: dict[StateRecord, None] = {}
@@ -76,7 +72,6 @@ class ShardSteps(Accumulating):
         self.unfinished: OneStep | None = None
         self.num_steps = 0
         self.host_step_s = 0.0
-        """Seconds of steps, without their waits for gradients."""
 
     def begin(self) -> None:
         """Step shards once their gradients are reduced. The optimizer was tried out. If the system refused a thread only within
@@ -306,7 +301,6 @@ class ShardSteps(Accumulating):
         self.unfinished = None
 
     def close(self) -> None:
-        """Let the optimizer step by itself. Stepped parameters have no gradient."""
         try:
             self.join()
         except StateOffloadError as error:

@@ -63,8 +63,6 @@ def lie_alike(one: Tensor, other: Tensor) -> bool:
 
 
 class LocalStep:
-    """The local tensors and states for a step of shards; afterwards, its results as shards."""
-
     def __init__(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> None:
         self._rows = list(zip(records, keys, strict=True))
         self._state = state

@@ -102,7 +102,6 @@ class Stepping:
         return all(map(self._on_host.is_over, piece.parts))
 
     def join(self, pieces: Sequence[Piece], *, beside: Sequence[Piece] = ()) -> None:
-        """Wait for the steps of pieces on the host, and begin the copies of their parameters back."""
         self.is_broken, under_way = True, list(dict.fromkeys((*pieces, *beside)))
         try:
             for piece in pieces:

@@ -185,8 +185,6 @@ class _WithoutGradientError(Exception):
 
 
 class Trial:
-    """Small parameters in groups like the optimizer's, and a shell of it that steps them."""
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -230,7 +228,6 @@ class Trial:
         self.attributes.update(changes_of_shell(vars(optimizer), shell))
 
     def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
-        """Return small stand-ins for the largest parameter of a group."""
         size = [min(length, _LARGEST_SIDE) for length in parameter.size()]
         return [values_of(size, dtype, generator) for _ in range(2)]
 
@@ -441,7 +438,6 @@ def _windows_of(values: Tensor) -> list[Tensor]:
 
 
 def _size_like(parameter: Tensor) -> list[int]:
-    """Return a size of two windows and a part of one, with an odd number of elements."""
     size = [7, *[1] * (parameter.dim() - 2)] if parameter.dim() > 1 else []
     rows = (2 * WINDOW_NUMEL + WINDOW_NUMEL // 3) // math.prod(size)
     return [rows + 1 - rows % 2, *size]

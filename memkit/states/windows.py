@@ -67,8 +67,6 @@ def part_of(layout: Layout, elements: slice) -> Layout:
 
 
 class Window(Piece):
-    """Neighboring elements of a large parameter, as a piece of its own within a step, with the same part of the gradient."""
-
     def __init__(self, plan: StatePiece, whole: CutPiece, start: int, flat: Tensor) -> None:
         self._whole = whole
         self._left: Event | None = None
@@ -122,7 +120,6 @@ class Window(Piece):
         self.view = self.parameter.data = flat[self.elements]
 
     def leave(self) -> None:
-        """Point at no memory until `follow` is called."""
         self.view = self.parameter.data = self.view.new_empty(0)
 
     def let_gradients_go(self) -> None:
@@ -280,7 +277,6 @@ class CutPiece(Piece):
             local_of(value).view(-1)[part.elements].copy_(found[0][name])
 
     def _follow(self, parameter: Tensor) -> None:
-        """Point the windows at the present parameter and its states."""
         flat = parameter.detach().view(-1)
         if not self.windows:
             start = 0
@@ -327,7 +323,6 @@ class CutPiece(Piece):
         return packed.dtype
 
     def marks_behind(self, window: Window, optimizer: torch.optim.Optimizer) -> list[partial[None]]:
-        """Return functions that note the step of a window, and behind the last one of the whole parameter."""
         numbers = {name: value for _, made in window.entered for name, value in made.items() if is_number(value)}
         if window is self.windows[0]:
             self._numbers = numbers

@@ -92,7 +92,6 @@ class Arena:
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes of the spans that are taken, each rounded up to 512."""
         return self._in_use_bytes
 
     @property
@@ -259,7 +258,6 @@ class Arena:
         self._broken_at = None
 
     def _recount(self) -> None:
-        """Derive gaps and bytes in use from the segments and the spans."""
         self._in_use_bytes = sum(rounded(span.num_bytes, ALIGNMENT_BYTES) for span in self._spans.values())
         self._gaps.ranges = []
         for segment in self._segments:
@@ -304,7 +302,6 @@ class Arena:
     # Committed memory
 
     def _commit(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[Segment]:
-        """Begin to commit memory in segments of these sizes. It is a gap at once: its taker waits for the pins."""
         is_pinned = is_buffer or self._staging is None
         added = self._committed.add(sizes_bytes, limit_bytes=self.limit_bytes, is_pinned=is_pinned)
         if added:
@@ -334,7 +331,6 @@ class Arena:
 
 
 def _pieces(ranges: tuple[Range, ...], num_bytes: int, segments: list[Segment]) -> tuple[Tensor, ...]:
-    """Return the bytes of ranges, the last of which is not rounded up, cut where segments meet."""
     pieces = []
     for start, end in ranges:
         end = min(end, start + num_bytes)

@@ -44,7 +44,6 @@ class DeviceMemory:
             raise
 
     def held(self) -> dict[str, int]:
-        """Return the bytes by the name of the holder, the most first."""
         counted = Counter[str]()
         for holder in tuple(self._holders):
             counted[holder.holder] += holder.num_bytes

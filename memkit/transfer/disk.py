@@ -90,7 +90,6 @@ class DiskQueue:
         return self._changed
 
     def put(self, transfer: DiskTransfer) -> None:
-        """Queue a transfer, without a wait."""
         assert not self._is_closed
         with self._of_this_process():
             self._waiting.append(transfer)
@@ -110,7 +109,6 @@ class DiskQueue:
             self._changed.wait_for(lambda: transfer.is_over)
 
     def close(self) -> None:
-        """End all transfers, and then every thread. May be called again."""
         if os.getpid() != self._process:
             return  # a fork has no threads, and perhaps a lock that one of them held
         with self._changed:
@@ -144,14 +142,11 @@ class DiskQueue:
 
 
 class DiskCopy:
-    """The copy of a chunk on disk. `DiskStore.add` makes it."""
-
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name, self.num_bytes = name, num_bytes
         self.places: tuple[tuple[Range, ...], tuple[Range, ...]] = (), ()
         """The file ranges of the last write that has ended well, and of the write under way; empty for none."""
         self.transfer: DiskTransfer | None = None
-        """The transfer under way or not yet settled, or the last one if it has failed."""
 
     @property
     def is_at_rest(self) -> bool:

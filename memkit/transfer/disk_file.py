@@ -28,9 +28,7 @@ _MOST_BUFFERS = 512
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DiskBlock:
     offset: int
-    """In the file; a multiple of a page."""
     buffers: tuple[memoryview, ...]
-    """The memory, in order."""
     num_bytes: int
     is_aligned: bool
     """Whether each buffer begins at a page's multiple and is of whole pages, so that the disk may fill it itself."""
@@ -72,8 +70,6 @@ _MODE = 0o600
 
 
 class DiskFile(ABC):
-    """A file that several threads read blocks from and write them to. Subclasses make the system's calls."""
-
     directory: Path
     num_bytes: int
     is_direct: bool
@@ -127,7 +123,6 @@ class DiskFile(ABC):
             self._forget_cached(block.offset, block.num_bytes)
 
     def _buffer(self, num_bytes: int) -> memoryview:
-        """Return whole pages of this thread's memory."""
         num_bytes = rounded(num_bytes, DISK_PAGE_BYTES)
         found: mmap.mmap | None = getattr(self._local, "buffer", None)
         if found is None or len(found) < num_bytes:
@@ -150,7 +145,6 @@ class DiskFile(ABC):
 
 
 def _paired(memories: Sequence[memoryview], buffer: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
-    """Yield each memory with its part of a buffer."""
     for memory in memories:
         yield memory, buffer[: len(memory)]
         buffer = buffer[len(memory) :]
@@ -256,7 +250,6 @@ class ScratchFile(DiskFile):
 
 
 def _open_unnamed(directory: Path) -> int:
-    """Return a new file that has no name, and that no child program inherits."""
     unnamed = getattr(os, "O_TMPFILE", None)
     if unnamed is not None:
         with contextlib.suppress(OSError):  # an old kernel or a file system without it: other errors show below

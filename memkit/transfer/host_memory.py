@@ -41,8 +41,6 @@ class PinError(HostMemoryError):
 
 
 class Addresses:
-    """A range of addresses, without memory behind them until they are touched."""
-
     def __init__(self) -> None:
         # Some virtual machines grow while their memory is used, so that their current memory says little.
         num_bytes = max(4 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 64 * 2**30)
@@ -151,7 +149,6 @@ def _lines(path: Path) -> list[str]:
 
 
 Range = tuple[int, int]
-"""Start and end of bytes in the arena's addresses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -181,7 +178,6 @@ class Span:
 class Gaps:
     def __init__(self) -> None:
         self.ranges: list[Range] = []
-        """Lowest first; no two touch."""
 
     @property
     def num_bytes(self) -> int:
@@ -246,7 +242,6 @@ class PinnedSegments:
         self.num_pins = 0
         self._device = device
         self._dropping: list[Segment] = []
-        """Segments on their way back to the system."""
         weakref.finalize(self, _unpin, device, self.all).atexit = False
 
     @property

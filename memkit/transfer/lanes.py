@@ -96,8 +96,6 @@ class Transfer:
 
 
 class Prefetcher(Protocol):
-    """Fetches bytes to the device before a backward uses them."""
-
     @property
     def is_active(self) -> bool:
         """Whether it may have something to fetch."""
@@ -239,7 +237,6 @@ _lock = threading.RLock()
 
 
 def lanes_of(device: Device) -> Lanes:
-    """Return the lanes of a device: always the same ones."""
     with _lock:
         if device not in _lanes:
             _lanes[device] = Lanes(device)

@@ -53,8 +53,6 @@ def measure_both_ways(device: Device, *, num_bytes: int = 256 * 2**20, repeats: 
 def measure_beside_copies(
     device: Device, act: Callable[[], object], *, num_bytes: int, num_copies: int, most_acts: int | None = None
 ) -> tuple[float, float]:
-    """Return how many times per second the host does something while copies go both ways, and their bytes per second each
-    way."""
     lanes = Lanes(device)
     with _memory(device, num_bytes, num_pairs=2) as (storages, spans):
         out = lanes.copy_out(storages[1], spans[1], after=device.record_event())
@@ -77,7 +75,6 @@ def measure_beside_copies(
 
 @contextmanager
 def _memory(device: Device, num_bytes: int, *, num_pairs: int = 1) -> Iterator[tuple[list[torch.UntypedStorage], list[Span]]]:
-    """Give storages on the device and pinned host memory of the same sizes, until all copies are over."""
     arena, storages = Arena(device), [device.allocate(num_bytes) for _ in range(num_pairs)]
     try:
         yield storages, [arena.take(num_bytes) for _ in range(num_pairs)]
@@ -88,7 +85,6 @@ def _memory(device: Device, num_bytes: int, *, num_pairs: int = 1) -> Iterator[t
 
 
 def _seconds(device: Device, num_bytes: int, repeats: int, *, num_copies: int) -> tuple[float, float]:
-    """Return the median seconds of a copy out and of a copy back, of several that queue behind a first one."""
     lanes, out_s, back_s = Lanes(device), [], []
     with _memory(device, num_bytes) as ((storage,), (span,)):
         for _ in range(1 + repeats):  # the first is to warm up

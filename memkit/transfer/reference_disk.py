@@ -66,8 +66,6 @@ class ReferenceDisk(Disk):
 
 
 class _ReferenceFile(DiskFile):
-    """A file in memory, which is read and written in whole pages, as one without the system's cache."""
-
     def __init__(self, directory: Path, num_bytes: int, fault: Fault | None) -> None:
         super().__init__()
         self.directory, self.num_bytes = directory, num_bytes
@@ -166,7 +164,6 @@ class _LateQueue(DiskQueue):
 
 
 def _poison(transfer: DiskTransfer) -> None:
-    """Poison the memory of a read: no work uses it any more, so its bytes may be anything."""
     if transfer.is_read:
         for memory in (memory for block in transfer.blocks for memory in block.buffers):
             memory[:] = bytes([POISON]) * len(memory)

@@ -60,7 +60,6 @@ class Staging:
         self._sides = {is_out: _Side(device, is_out=is_out) for is_out in (False, True)}
 
     def add_buffers(self, buffers: Sequence[Tensor]) -> None:
-        """Have copies go through buffers from now on, half of them in each direction; before the first copy."""
         for is_out, side in self._sides.items():
             side.buffers.extend((buffer, None) for buffer in buffers[is_out::2])
 
@@ -98,7 +97,6 @@ class _Side:
         self.thread = OwnThreads(1, "memkit-staging", device.enter_thread)
         self._is_closed = False
         self.buffers: deque[tuple[Tensor, Event | None]] = deque()
-        """In the order of their next use, each with the event after which nothing reads it any more."""
 
     def drain(self) -> None:
         if not self._is_closed:
@@ -171,7 +169,6 @@ class _Side:
 
 
 def _chunks(pieces: Sequence[Tensor], on_device: Tensor, most_bytes: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield parts of host memory, none larger than a buffer, each with its part of the device's."""
     offset = 0
     for piece in pieces:
         for host in piece.split(most_bytes or piece.numel()):
@@ -180,7 +177,6 @@ def _chunks(pieces: Sequence[Tensor], on_device: Tensor, most_bytes: int | None)
 
 
 def describe_refusal(num_bytes: int, chunk_bytes: int, reason: str, *, has_buffers: bool) -> str:
-    """Return a warning: what the system did not pin, the cost, and what to do."""
     buffers = f"{NUM_BUFFERS} buffers of {format_bytes(chunk_bytes)}"
     if has_buffers:
         how = f"copies go through {buffers}, and the host copies each byte once more"

@@ -101,7 +101,6 @@ class BudgetStage(RecordingStage):
         self._quiet: QuietFunctions | None = None
         self._due: SteadySave | None = None
         self._is_noted = self.is_recording = True
-        """Saves so far were all noted; ops are recorded."""
         self._num_modes = torch_private.num_dispatch_modes()
         super().__init__(state, options)
 

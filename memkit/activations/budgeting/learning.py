@@ -468,7 +468,6 @@ class Learning:
             learned.plans.clear()
 
     def note_end(self, begun: Event, device: Device, peak: StepPeak | None) -> None:
-        """Note that the backward of a step has ended."""
         self.num_ended += 1
         self._last_times = [*self._last_times[-2:], (begun, device.record_event())]
         if peak is not None:

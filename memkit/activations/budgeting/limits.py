@@ -27,7 +27,6 @@ _RESERVED_PER_ALLOCATED = 1.10
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     budget: int | float
-    """Bytes, or a share of the plain step's peak."""
     is_of_reserved: bool
     optimizer: weakref.ref[torch.optim.Optimizer] | None
     min_bytes: int
@@ -148,7 +147,6 @@ class ComingStates:
 
 
 def _counting(tensor: Tensor) -> KeptHandle:
-    """Return a handle that only counts the writes to a tensor, since torch swaps no tensor that has a weak reference."""
     with torch_private.without_python_dispatch():  # a wrapper's detached tensor then wraps nothing
         handle = KeptHandle(tensor)
     if not has_own_dispatch(tensor):

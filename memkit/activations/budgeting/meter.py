@@ -43,9 +43,7 @@ class Meter:
         backward, then from each request to the next, or to the end."""
         self.names: list[str] = []
         self.op_places: list[int] = []
-        """For each op that can run again, its index among all ops."""
         self.save_places: list[int] = []
-        """For each save that counts, how many ops ran before it."""
         self.released: dict[int, int] = {}
         """For each value made by an op, the first op during which only autograd and memkit hold it."""
         self.is_whole = False

@@ -49,7 +49,6 @@ class PlannedForward(RecordedForward):
         self.planned = planned
         self._limit_bytes, self._note_no_host = limit_bytes, note_no_host
         self.waiting: list[tuple[weakref.ref[Record], int]] = []
-        """Records that leave once the op that saves them is over, each with the op's graph node."""
         self._let_go: list[weakref.ref[torch.UntypedStorage]] = []
         self._asked: weakref.ref[Record] | None = None
         """The last record that the user asked to move: the schedule doesn't free it."""

@@ -37,7 +37,6 @@ class BudgetState(RematState):
         self.is_within_capacity = False
         self.coming = ComingStates(None)
         self.foreseen: Foresight | None = None
-        """The prediction from the attached module, made without data before its first call."""
         self.inside = InsideBudgets()
         self.limits: Limits | None = None
         self.shapes: Shapes | None = None
@@ -46,7 +45,6 @@ class BudgetState(RematState):
         self.ways_for: tuple[Trace, Shapes | None] | None = None
         """The steps that `ways` is for, with the shapes of their inputs. Other steps follow plans of their own."""
         self.way = Way.OPS
-        """The way of the last step."""
         self.of_regions = self._part(RematState)
         self.of_copies = self._part(OffloadState)
         self.before = 0, 0
@@ -55,7 +53,6 @@ class BudgetState(RematState):
         self.peak: StepPeak | None = None
 
     def _part(self, kind: Callable[[str], _Part]) -> _Part:
-        """Return a state for regions, or copies beside them, which warns as this one."""
         part = kind(self.tag)
         part.name, part._warned = self.name, self._warned
         return part

@@ -164,7 +164,6 @@ class StepNotes:
         self._capture.add(tensor, number, len(self._numbers), 0 if ordinal < 0 else tensor.nbytes)
 
     def finish(self, trace: Trace, forward: PlannedForward, kinds: OpKinds) -> SteadyStep | None:
-        """Return the notes of a finished step; None if they are of no use."""
         planned, ops, recording = self.planned, trace.ops, forward.recording
         plan, uses = planned.plan, planned.plan.step.uses
         if not self.is_whole or not uses or ops is None:

@@ -63,7 +63,6 @@ class Ways:
         if moving is not None:
             self._tries.append(_Try(Way.REGIONS_AND_COPIES, moving.limit_bytes, num_ahead=_NUM_NOTED))
         self._besides: dict[tuple[Way, int], int] = {}
-        """By way and limit, the difference between the last peak and the simulated one."""
         self._beside_bytes = 0
         self._simulated: tuple[RegionPlan, float, int] | None = None
         """The last simulated peak, with its regions and the share that moves."""

@@ -190,7 +190,6 @@ class MovingStage(Stage):
         self._capture = None if paused.are_any() or not self._is_alone else Capture()
 
     def _file_seen(self) -> None:
-        """File all saves of a forward that went save by save, so that later ones can be compared with it."""
         capture, left = self._capture, self._left
         for _, forward in self._forwards.values():
             trace = forward.share.trace
@@ -456,7 +455,6 @@ class RatioDecider(RatioSoFar):
         self._take_plan()
 
     def action(self, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None = None) -> Action | None:
-        """Return the action for a value at its first save; None if moving it would free nothing."""
         follower = self.follower
         index, trace = len(follower.keys), follower.trace
         place = follower.note(key_of(tensor, storage))

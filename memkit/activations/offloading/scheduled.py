@@ -84,7 +84,6 @@ class ScheduledForward:
         """For each value, its storage on the device, saved or fetched, while held."""
         self.originals: list[Any] = [None] * num_values
         self.counters: list[Any] = [None] * num_values
-        """For each storage, a weak reference to the counter of its writes, and the count."""
         self.use_orders: list[int] | None = None
         """For each value, when in the forward it was saved; None if no others fetch by the lanes."""
         if window.lanes.are_shared(window):
@@ -113,7 +112,6 @@ class ScheduledForward:
     # The forward
 
     def at_home(self) -> AbstractContextManager[object]:
-        """Copies wait for the stream that held storages belong to, and freed memory goes back to it."""
         return _NO_CONTEXT if self.device.stream_number() == self.stream else self.device.on_stream(self.home)
 
     def keep_up(self, num_sent: int, num_released: int) -> None:
@@ -483,12 +481,10 @@ class ScheduledForward:
 
     @property
     def is_spent(self) -> bool:
-        """Only values that no backward has requested are left."""
         return not self.is_forward and self.life() is None
 
     @mended
     def close(self, *, keeps_rest: bool = False) -> None:
-        """Give host memory back, perhaps but for values that no backward has requested."""
         spans = self._spans[:1] if keeps_rest else self._spans
         held = [span for span in spans if span is not None and self.window.arena.has(span)]  # perhaps not, after an interrupt
         if not any(self._spans):
@@ -588,7 +584,6 @@ class ScheduledSaves:
         return tensor.device == self._torch_device and tensor.layout is torch.strided
 
     def _pack(self, save: ScheduledSave, tensor: Tensor) -> Any:
-        """Return the handle of a save with due actions; None if another save is due."""
         forward = self.forward
         with forward.lock:
             if forward.is_broken:

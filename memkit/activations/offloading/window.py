@@ -279,7 +279,6 @@ class OffloadWindow:
             record.maker.make(record)
 
     def _follow_backward(self, forward: Forward) -> bool:
-        """Return whether a backward is running."""
         task = torch_private.backward_task()
         if task == -1:
             return False

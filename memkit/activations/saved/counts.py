@@ -23,8 +23,6 @@ def reached_s(pairs: Iterable[_Timed]) -> float:
 
 @dataclass(slots=True, eq=False)
 class Copies:
-    """Copies in one direction, each by itself or in batches."""
-
     alone: list[Transfer] = field(default_factory=list)
     waits: list[_Timed] = field(default_factory=list)
     """Of streams, for copies by themselves."""
@@ -45,7 +43,6 @@ class Copies:
         return reached_s(self.waits) + sum(batch.stall_s() for batch in self.batches)
 
     def rate(self) -> float | None:
-        """Return bytes per second over the copies, None unless all of them are done and took any time."""
         if not all(copy.done.is_reached() for copy in self._all()):
             return None
         busy_s = sum(copy.started.elapsed_s(copy.done) for copy in self.alone) + busy_s_of(self.batches)

@@ -203,7 +203,6 @@ class Entry:
             _bare.entries[:] = [found for found in _bare.entries if found[1] is not self]
 
     def stop_recording(self) -> None:
-        """Stop recording because an inner context records. Only for a context that records for the user's marks."""
         recording = self.recording
         if recording is not None and self.moving is not None:
             self._take = self.moving.take_own

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 
 class Ledger:
-    """The records of one tag on one device. Callers hold the lock of the `TagState` that owns the ledger."""
-
     def __init__(self, device: Device, lanes: Lanes, arena: Arena) -> None:
         self.device = device
         self.arena = arena

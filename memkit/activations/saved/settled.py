@@ -63,7 +63,6 @@ class TimedWays:
             self._pairs[way].append((start, self._device.record_event()))
 
     def prefers_ops(self) -> bool:
-        """Tell whether single ops are known to be faster. It does not wait for pending times."""
         if self._prefers_ops is None:
             ops, regions = self._pairs[Way.OPS], self._pairs[Way.REGIONS][1:]
             pairs = [*ops, *regions]

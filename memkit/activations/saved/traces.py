@@ -118,7 +118,6 @@ class OpTrace:
         self.num_noted += 1
 
     def learn_calls(self, taken_s: Mapping[int, float]) -> None:
-        """Learn the seconds of compiled calls, by their places: alike calls take the median, timed or not."""
         alike = dict[Any, list[float]]()
         kinds = [_kind_of(call, module()) for call, module in zip(self.calls, self.modules, strict=True)]
         for place, seconds in taken_s.items():
@@ -252,8 +251,6 @@ def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
 
 
 class Traces:
-    """The last followed trace is first."""
-
     def __init__(self) -> None:
         self._known: list[Trace] = []
         self._after: dict[tuple[Trace | None, Trace], Trace] = {}
@@ -408,7 +405,6 @@ class Capture:
             self.is_whole = False
 
     def add(self, tensor: Tensor, value: int, num_values: int, seen_bytes: int) -> bool:
-        """Note one save of a value, `NO_VALUE` for none; tell whether its shape may tell it from others."""
         geometry, num_bytes, before = None, 0, NO_VALUE
         if value != NO_VALUE:
             storage = tensor.untyped_storage()

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _MIB = 2**20
 _TOLERANCE = 1e-6
-"""The solver may miss its rows by about so much: the bound is lower by this share."""
 _INFEASIBLE = 2
 """What `scipy.optimize.linprog` calls a program that nothing satisfies; 1, 3 and 4 are failures."""
 

@@ -49,9 +49,7 @@ class JointPlanner:
         self.alone = (
             {action: JointPlanner(problem, {action}) for action in sorted(self.actions)} if self.actions == BOTH else {}
         )
-        """For each of two actions, the plans with that one alone."""
         self._found: dict[int, Simulated] = {}
-        """By budget."""
         self._rungs: dict[int, Simulated] = {}
         """The same, found without what was found for others."""
         self._bounds: dict[int, Bound | None] = {}

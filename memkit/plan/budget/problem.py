@@ -99,8 +99,6 @@ class Problem:
         return len(self.points) if slot >= self.num_slots else bisect_right(self.points, slot) - 1
 
     def module_at(self, slot: int) -> tuple[str, str]:
-        """Return the module and the op that run as a slot takes most bytes. A backward op has no module: that of the value
-        that is asked for last before it is told."""
         place = min(self._fullest_place(slot), len(self.trace.ops) - 1)
         if place < 0:
             return "", ""
@@ -131,7 +129,6 @@ class Problem:
 def make_problem(
     trace: StepTrace, gpu: GpuSpec, *, optimizer_bytes: int = 0, measured_s: Sequence[float] | None = None
 ) -> Problem:
-    """Return what there is to decide on in a step."""
     step, lineage, num_ops = trace.step, trace.step.lineage, len(trace.ops)
     first_save = dict(zip(reversed(step.saves), reversed(trace.save_places), strict=True))
     first_use = dict(zip(reversed(step.uses), reversed(trace.use_places), strict=True))

@@ -45,8 +45,6 @@ _MOST_STALE = 5
 
 
 class Search:
-    """Simulates plans of one problem under one budget, and knows the best so far."""
-
     def __init__(
         self,
         problem: Problem,

@@ -51,13 +51,10 @@ class SimulatedReplay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """What a step takes."""
-
     actions: tuple[Action, ...]
     """What is done: what would leave and come back without being let go stays, an anchor that no replay reads is not held."""
     seconds: float
     peak_bytes: int
-    """The most bytes at once, with the base."""
     over_bytes: int
     """Bytes above the budget at the worst slot; 0 if it fits."""
     excess_bytes: int
@@ -102,7 +99,6 @@ class ReplayCosts:
         self._num_wanted = [0] * len(lineage.ins)
         """How many of its results make each op run again."""
         self.seconds = 0.0
-        """What all of them take."""
         for held, action in zip(problem.values, actions, strict=True):
             self._is_there[held.value] = action is not Action.RECOMPUTE or not held.is_anchor
         for held, action in zip(problem.values, actions, strict=True):

@@ -94,7 +94,6 @@ def rule_for(function_name: str, target: str) -> Rule | None:
 
 @functools.cache
 def autocast_ops(target: str) -> frozenset[str]:
-    """Return the names of the operations for which this torch has an autocast kernel on `target`."""
     registered = torch_private.dispatch_registrations({"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}[target])
     return frozenset(name.removeprefix("aten::").partition(".")[0] for name in registered if name.startswith("aten::"))
 
@@ -110,7 +109,6 @@ class MetaAutocast:
         self._casts.clear()
 
     def dtype(self) -> torch.dtype | None:
-        """Return the dtype of the autocast in force, on whichever device type it was asked for; None if it is off."""
         for device_type in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device_type):
                 return torch.get_autocast_dtype(device_type)
@@ -457,7 +455,6 @@ class TargetMode(TorchFunctionMode):
         self.__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def close(self) -> None:
-        """Forget what was kept for the run; the routes refer back to this object."""
         self._routes.clear()
         self._autocast.forget()
 
