@@ -35,12 +35,7 @@ class UsageError(MemkitError):
 def build_model(spec: str, device: torch.device) -> nn.Module:
     """Return the model that SPEC names, with random weights, on `device`: "torchvision:NAME"; "timm:NAME"; "hf:CONFIG.json" for
     a configuration of transformers, or a folder with one; or "package.module:factory" for a module, or a callable without
-    arguments that returns one. The current folder is searched, too.
-
-    Raises:
-        UsageError: there is no such package, module, attribute or file, or it gives no `nn.Module`.
-        Exception: the model's own during the build, with a note that says so.
-    """
+    arguments that returns one. The current folder is searched, too. The model's own exceptions get a note that says so."""
     place, _, name = spec.partition(":")
     try:
         return _build(_FACTORIES[place](name) if place in _FACTORIES else _factory(place, name), spec, device)

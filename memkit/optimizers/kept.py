@@ -30,15 +30,8 @@ _LONGER = 16
 
 @dataclass(frozen=True, slots=True)
 class KeptState:
-    """One tensor that an optimizer keeps for a parameter.
-
-    Attributes:
-        name: its key in `optimizer.state[parameter]`.
-        num_bytes: its bytes; 0 if it shares another one's.
-        dtype: of its elements, None if it wraps others.
-        is_number: whether it has no dimensions, such as a count of steps.
-        is_there: whether it is on the device of the parameter; a count of steps mostly is in host memory.
-    """
+    """One tensor that an optimizer keeps for a parameter. It has 0 bytes if it shares another one's, and no dtype if it wraps
+    others. `is_number`: it has no dimensions, as a count of steps; `is_there`: it is on the device of the parameter."""
 
     name: str
     num_bytes: int

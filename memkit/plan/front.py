@@ -100,11 +100,8 @@ class Front:
 
 
 def largest(num_bytes: Callable[[int], int], budget_bytes: int, *, begin: int, most: int) -> tuple[int, bool]:
-    """Return the largest batch that fits in a budget, and whether one more was found not to fit, after at most `most` tries.
-
-    Bytes rise almost in proportion with the batch: the next guess is on the line through two tried batches, if possible those
-    that enclose the answer; where that does not help, the interval is halved.
-    """
+    """Return the largest batch that fits in a budget, and whether one more was found not to fit, after at most `most` tries: on
+    the line through two tried batches that enclose the answer, if possible, or half-way between."""
     tried = {0: 0}
 
     def fits(batch: int) -> bool:

@@ -91,14 +91,11 @@ _Span = tuple[int, int]
 
 
 def find_spans(kinds: Sequence[Hashable], is_joined: Sequence[bool]) -> list[_Span]:
-    """Return spans of a row of members: disjoint or nested, outer ones first.
-
-    Where the row repeats (layers of blocks without a module for each), spans begin as blocks do, and blocks are joined pairwise
+    """Return spans of a row of members: disjoint or nested, outer ones first. Members share a span with the one before where
+    `is_joined`, as an activation that writes to its input.
+    
+    Where `kinds` repeat (layers of blocks without a module for each), spans begin as blocks do, and blocks are joined pairwise
     up to the whole repetition. So are the single members outside of it, and those of large blocks.
-
-    Args:
-        kinds: of each member; the row repeats where these do.
-        is_joined: whether a member must share a span with the one before it, as an activation that writes to its input.
     """
     if not kinds:
         return []
@@ -252,10 +249,7 @@ class RegionPlanner:
         return found
 
     def _peak_bytes(self, chosen: Sequence[int]) -> int:
-        """Return the peak: at the end of the forward, or while the backward is in a region.
-
-        The backward frees values in the reverse order of their saves.
-        """
+        """Return the peak: at the end of the forward, or while the backward, which frees the last saves first, is in a region."""
         saves, num_bytes, held = self.step.saves, self._bytes, set[int]()
         live = peak = position = 0
         for index in chosen:

@@ -21,10 +21,7 @@ class Lane(IntEnum):
 
 
 class Timeline:
-    """A step in progress.
-
-    Its moments are in seconds from its beginning, as if it waited for nothing. Each wait of compute delays all later moments.
-    """
+    """A step in progress. Its moments are in seconds as if it waited for nothing; each wait of compute delays all later ones."""
 
     __slots__ = ("_free_s", "late_s")
 

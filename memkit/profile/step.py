@@ -192,15 +192,7 @@ class ProfiledStep:
         at_node: Callable[[], None] | None = None,
         explain: Callable[[Exception, str], None] = say_where,
     ) -> None:
-        """Run the step once; everything that it makes is freed when this returns.
-
-        Args:
-            stack: tracks the calls; its hooks are set for the run.
-            packing: a context with saved-tensor hooks for the forward.
-            backward_done: called after the backward, with the leaves that may have gradients, while they have them.
-            at_node: called before each autograd node.
-            explain: called with an exception of the model and the name of the module that raised it; may raise another.
-        """
+        """Run the step once; everything that it makes is freed when this returns. `explain` may raise another exception."""
         # Lists and dicts among the inputs are made anew, and inputs that were computed become leaves, so that the backward ends
         # there and not in a graph of the caller's.
         args, kwargs = torch_private.tree_map(_as_leaf, (self.args, self.kwargs))

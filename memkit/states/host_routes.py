@@ -153,15 +153,8 @@ class CopyRange:
 
 @dataclass(frozen=True, slots=True)
 class WayBack:
-    """The copies back to the device where states have a layout.
-
-    Attributes:
-        masters: for each due parameter, the float32 copy in the slot; None where it has none, or one that isn't copied: a
-        tensor without dimensions, or one without room.
-        staying: the numbers of parameters whose float32 copy isn't copied, so that the host rounds the parameter; each with
-        that copy, if it is among the states in host memory.
-        ranges: the copies.
-    """
+    """The copies back to the device where states have a layout. `masters` has the copied float32 copies in the slot, by due
+    parameter; `staying` the parameters whose copy isn't copied (it has no dimensions, or no room), so that the host rounds them."""
 
     layout: Layout | None
     masters: list[Tensor | None]

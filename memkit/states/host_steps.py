@@ -38,10 +38,6 @@ class HostSteps:
     rounds the float32 copies once they are back. Fingerprints, which the device takes after each step and before the next, tell
     whether the user has written to a parameter. Only where they differ, or where there is none yet, is the parameter itself
     copied to the host, and the thread compares. Where pieces run ahead it always is, since others come to its slot.
-
-    Args:
-        runs_ahead: whether gradients of all pieces may be in host memory at once, so that none waits for earlier steps: each
-        piece then has room of its own.
     """
 
     def __init__(

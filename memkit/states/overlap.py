@@ -36,9 +36,6 @@ class ForwardOverlap:
     scheduler has set since, and a failure would be raised when nobody can step again. Worst, the link would idle for as long as
     the loop does anything else between the step and the forward. A thread beside the forward has most of these problems too,
     and would share the lanes, the slots and each gradient with it.
-
-    Args:
-        in_order: whether pieces have to be stepped in the order of the optimizer's groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, *, in_order: bool) -> None:

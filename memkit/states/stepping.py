@@ -42,13 +42,8 @@ class Stepping:
         note_left: Callable[[Piece], object] | None = None,
     ) -> None:
         """Step due pieces, with the next ones on their way: those on the host in a thread, and meanwhile others on the device.
-
-        Args:
-            in_order: whether parameters are stepped in the order of the pieces: where somebody waits for the first, or steps
-                draw random numbers. Else pieces that stay on the device come between those that move.
-            note_stepped: called behind each piece that was stepped on the device.
-            note_left: called behind each piece whose gradients are on their way to the host; if given, `join` waits for these.
-        """
+        Unless `in_order`, pieces that stay on the device come between those that move. If `note_left` is given, `join` waits
+        for pieces stepped on the host."""
         untold, self.untold = self.untold, None
         if untold is not None:
             raise untold

@@ -29,12 +29,6 @@ class ReferenceDisk(Disk):
     The memory of a read holds poison as soon as the read may write to it, and a write takes the memory's bytes when it lands.
     So a missing wait gives wrong bytes every time. A place in the file that became free is poisoned at once.
 
-    Args:
-        limit: the most that may be there; None for any.
-        fault: makes calls fail.
-        seed: for random moments and a random order of blocks; None for the latest moment, in order.
-        is_late: whether to be late. Else threads move the bytes, as on a real disk.
-
     Example:
         >>> import memkit
         >>> store = ReferenceDisk(limit="1MiB").open(8192, memkit.device.ReferenceDevice())

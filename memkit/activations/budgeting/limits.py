@@ -43,11 +43,8 @@ class Limits:
 
 
 class StepPeak:
-    """The most bytes on the device from the entry of a step to the end of its backward.
-
-    It is read as the backward ends, before anyone resets the counter between two steps. The counter is the user's as well, so
-    only steps that teach something reset it. In any other step the peak is known only where it exceeds all before.
-    """
+    """The most bytes on the device from the entry of a step to the end of its backward, when it is read. The counter is the
+    user's as well: only steps that teach something reset it. In others the peak is known only where it exceeds all before."""
 
     def __init__(self, counter: MemoryCounter, *, resets: bool) -> None:
         if resets:

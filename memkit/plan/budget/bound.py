@@ -39,12 +39,8 @@ def why_no_bound() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The seconds that no plan of a step can beat under a budget, and under each smaller one.
-
-    Attributes:
-        seconds: under the budget; infinity where no plan keeps to it.
-        seconds_per_byte: what each byte less takes at least: the price of memory that the solver tells.
-    """
+    """The seconds that no plan of a step can beat under a budget (infinity where none keeps to it), and what each byte less
+    takes at least."""
 
     budget_bytes: int
     seconds: float

@@ -119,12 +119,8 @@ class JointPlanner:
         return without_needless_moves(self.problem, found, budget_bytes)
 
     def steady(self, budget_bytes: int) -> Simulated:
-        """Return the fastest step of those found for shares of the plain step's peak, down from a budget: it is never slower
-        than that for a smaller budget, whatever was asked before.
-
-        Searches are not monotone. So what is found for a budget counts for all larger ones, and all smaller ones would have to
-        be searched. The bound says below which of them no plan can be faster; without it few are looked at.
-        """
+        """Return the fastest step of those found for shares of the plain step's peak, down from a budget: never slower than that
+        for a smaller one, whatever was asked before. Searches are not monotone; the bound says where no smaller budget can win."""
         problem = self.problem
         if budget_bytes >= problem.plain_peak_bytes:
             return simulate(problem, problem.plain, budget_bytes)
@@ -155,12 +151,7 @@ class JointPlanner:
         return self._rungs[budget_bytes]
 
     def plan(self, budget_bytes: int, *, with_bound: bool = False, is_steady: bool = False) -> MemoryPlan:
-        """Return the plan for a budget.
-
-        Raises:
-            BudgetInfeasible: none was found. It names the least budget that one was found for, what no plan goes below, and
-                what is there where most is.
-        """
+        """Return the plan for a budget. Raises BudgetInfeasible if none was found: it names the least budget of those found."""
         found = self.steady(budget_bytes) if is_steady else self.best(budget_bytes)
         plan = self.told(found, budget_bytes, self.least().peak_bytes)
         if not with_bound:

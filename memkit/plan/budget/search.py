@@ -106,13 +106,8 @@ class Search:
         ]
 
     def fill_link(self, actions: Sequence[Action], prices: Sequence[float], *, share: float = 1.0) -> list[Action]:
-        """Return the plan where, whenever the lane out is idle in the forward, the most expensive value there is put on it.
-
-        Args:
-            actions: what is done otherwise. What is dropped may leave as well, if it has a price.
-            prices: seconds for each byte that it takes if a value does not leave, negative if it is not to.
-            share: the lane is over after this share of the forward.
-        """
+        """Return the plan where, whenever the lane out is idle in the first `share` of the forward, the most expensive value
+        there is put on it. A value with a negative price stays; a dropped one may leave as well."""
         problem, gpu, values, starts_s = self.problem, self.problem.gpu, self.problem.values, self.problem.starts_s
         if problem.num_forward_points >= len(problem.points):
             return list(actions)
@@ -438,10 +433,7 @@ def _actions_of(problem: Problem, seed: Outcome) -> list[Action]:
 
 
 def search_least(problem: Problem, allowed: Collection[Action] = BOTH) -> Simulated:
-    """Return the step that takes the fewest bytes of those that a short search for it looks at.
-
-    Each begins from a plan where all goes that may, or all between some cuts, and lets more go where most is there.
-    """
+    """Return the step that takes the fewest bytes of those that a short search for it looks at."""
     floor = floor_bytes(problem)
     search = Search(problem, floor, allowed, most_simulated=_SIMULATED_ALONE)
     values = problem.values
