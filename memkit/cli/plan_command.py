@@ -49,8 +49,8 @@ def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offloa
 
 
 def trace_on_rank(report: MemoryReport, model: nn.Module, shards: ShardPlan) -> StepTrace:
-    """Return the trace of a step on one rank with the report's inputs, without optimizer states. Shards, and the bytes gathered at
-    a time, exist all the time. A layer's unsharded gradients are freed when those of the next layer in the backward are
+    """Return the trace of a step on one rank with the report's inputs, without optimizer states. Shards, and the bytes gathered
+    at a time, exist all the time. A layer's unsharded gradients are freed when those of the next layer in the backward are
     complete, with the buffer that they are reduced from. Those of parameters in no layer stay to the end."""
     trace, memory = report.trace, report.step_memory
     assert trace is not None

@@ -28,7 +28,8 @@ def together(
     digest = 0
     try:
         value = work()
-        digest = _digest(describe(value))
+        text = "\n".join(map(repr, describe(value)))
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2  # 62 bits fit int64 with either sign
     except ShardError:  # all ranks have agreed on it
         raise
     except Exception as error:
@@ -42,7 +43,8 @@ def agree(raised: Exception | None = None, digest: int = 0, *, doing: str, featu
     come this far, raise on all: its own exception on that rank, a ShardError on the others."""
     rank = dist.get_rank()
     try:
-        _wait_for_all()
+        if dist.get_backend() == dist.Backend.GLOO:  # it can name a rank that didn't come within its timeout
+            dist.monitored_barrier(wait_all_ranks=True)
         found = torch.tensor([_FINE if raised is None else rank, digest, -digest], device=_device())
         dist.all_reduce(found, op=dist.ReduceOp.MIN)
         first, least, greatest = found.tolist()
@@ -66,24 +68,12 @@ def agree(raised: Exception | None = None, digest: int = 0, *, doing: str, featu
         )
 
 
-def _digest(items: Iterable[object]) -> int:
-    """Return a hash of 62 bits, which fits int64 with either sign."""
-    text = "\n".join(map(repr, items))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
-
-
 def _device() -> torch.device:
     backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))  # such as "cpu:gloo,cuda:nccl"
     if "cpu" in backends:
         return torch.device("cpu")
     kind = next(iter(backends))
     return torch.device(kind, torch.accelerator.current_device_index())
-
-
-def _wait_for_all() -> None:
-    """Wait for all ranks, if the group can name one that didn't come within its timeout."""
-    if dist.get_backend() == dist.Backend.GLOO:
-        dist.monitored_barrier(wait_all_ranks=True)
 
 
 def _sent_by(source: int, text: str) -> str:

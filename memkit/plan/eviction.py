@@ -251,7 +251,8 @@ class Walk:
             self.note_peak()
             for value in lineage.outs[op]:
                 if self._store.is_available(value):  # a sibling that was never dropped
-                    self._discard(value)
+                    self.temp_bytes -= lineage.num_bytes[value]
+                    self._store.forget(value)
                 else:
                     temps.add(value)
             for value in {*lineage.outs[op], *lineage.ins[op]}:
@@ -274,7 +275,3 @@ class Walk:
             self.admit(value)
         else:
             self._store.forget(value)
-
-    def _discard(self, value: int) -> None:
-        self.temp_bytes -= self.lineage.num_bytes[value]
-        self._store.forget(value)

@@ -93,7 +93,7 @@ _Span = tuple[int, int]
 def find_spans(kinds: Sequence[Hashable], is_joined: Sequence[bool]) -> list[_Span]:
     """Return spans of a row of members: disjoint or nested, outer ones first. Members share a span with the one before where
     `is_joined`, as an activation that writes to its input.
-    
+
     Where `kinds` repeat (layers of blocks without a module for each), spans begin as blocks do, and blocks are joined pairwise
     up to the whole repetition. So are the single members outside of it, and those of large blocks.
     """
@@ -249,7 +249,7 @@ class RegionPlanner:
         return found
 
     def _peak_bytes(self, chosen: Sequence[int]) -> int:
-        """Return the peak: at the end of the forward, or while the backward, which frees the last saves first, is in a region."""
+        """Return the peak: at the end of the forward, or while the backward is in a region. It frees the last saves first."""
         saves, num_bytes, held = self.step.saves, self._bytes, set[int]()
         live = peak = position = 0
         for index in chosen:
@@ -470,7 +470,9 @@ class RegionPlanner:
         for index in dearest:
             rest = [other for other in chosen if other != index]
             inside = [child for child in range(index + 1, self._ends[index]) if self._eligible[child]]
-            others = [other for other in self._neighbors(index) if not any(self._are_nested(one, other) for one in rest)]
+            nearby = range(max(0, index - _MOST_SWAPPED), min(len(self.calls), self._ends[index] + _MOST_SWAPPED))
+            others = [other for other in nearby if other != index and self._eligible[other]]
+            others = [other for other in others if not any(self._are_nested(one, other) for one in rest)]
             for more in ((), *((child,) for child in inside[:_MOST_SWAPPED]), *((other,) for other in others)):
                 found = self.simulate(sorted((*rest, *more)))
                 if found.peak_bytes <= limit_bytes:
@@ -482,10 +484,6 @@ class RegionPlanner:
 
     def _are_nested(self, one: int, other: int) -> bool:
         return one <= other < self._ends[one] or other <= one < self._ends[other]
-
-    def _neighbors(self, index: int) -> list[int]:
-        nearby = range(max(0, index - _MOST_SWAPPED), min(len(self.calls), self._ends[index] + _MOST_SWAPPED))
-        return [other for other in nearby if other != index and self._eligible[other]]
 
 
 def _counts(size: int) -> list[int]:

@@ -21,7 +21,7 @@ class Lane(IntEnum):
 
 
 class Timeline:
-    """A step in progress. Its moments are in seconds as if it waited for nothing; each wait of compute delays all later ones."""
+    """A step in progress. Its moments are in seconds as if it waited for nothing; each wait of compute delays later ones."""
 
     __slots__ = ("_free_s", "late_s")
 

@@ -60,8 +60,8 @@ class ModuleNode:
 
 
 class ModuleTree:
-    """The modules in `model`, each once, parents before children and siblings in the order of registration. `outside` is the row
-    for work outside of any module, one past the last node. `streamed` has the parameters in host memory."""
+    """The modules in `model`, each once, parents before children and siblings in the order of registration. `outside` is the
+    row for work outside of any module, one past the last node. `streamed` has the parameters in host memory."""
 
     def __init__(self, model: nn.Module, streamed: StreamedWeights = NOTHING_STREAMED) -> None:
         self.nodes = _nodes_of(model, streamed)

@@ -154,7 +154,7 @@ class CopyRange:
 @dataclass(frozen=True, slots=True)
 class WayBack:
     """The copies back to the device where states have a layout. `masters` has the copied float32 copies in the slot, by due
-    parameter; `staying` the parameters whose copy isn't copied (it has no dimensions, or no room), so that the host rounds them."""
+    parameter; `staying` those whose copy isn't copied (it has no dimensions, or no room), so that the host rounds them."""
 
     layout: Layout | None
     masters: list[Tensor | None]

@@ -111,9 +111,9 @@ Rows = Sequence[Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the states of a piece are, record by record, once there are any: in a host `span` of just their bytes, with `tensors`
-    as the layout in it, or on a disk as the chunk `copy` (None for a parameter whose windows are there one by one). `host` has
-    the entries of `optimizer.state`."""
+    """Where the states of a piece are, record by record, once there are any: in a host `span` of just their bytes, with
+    `tensors` as the layout in it, or on a disk as the chunk `copy` (None for a parameter whose windows are there one by one).
+    `host` has the entries of `optimizer.state`."""
 
     span: Span | None
     tensors: tuple[tuple[Packed, ...], ...]

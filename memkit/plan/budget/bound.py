@@ -79,7 +79,7 @@ class _Program:
     slot what compute is late there, what was copied and fetched by its end, and what is on the host alone."""
 
     def __init__(self, problem: Problem, limit_bytes: int, allowed: frozenset[Action]) -> None:
-        self.problem, self.limit_mib, self.allowed = problem, limit_bytes / _MIB, allowed
+        self.problem, self.limit_mib = problem, limit_bytes / _MIB
         self.upper: list[float] = []
         self.costs: list[float] = []
         self.rows: list[tuple[Row, float]] = []
@@ -96,7 +96,10 @@ class _Program:
             self._column(1.0 if allowed >= {Action.OFFLOAD} and Action.OFFLOAD in held.choices else 0.0)
             for held in problem.values
         ]
-        self.drops = [self._column(1.0 if self._may_drop(held) else 0.0) for held in problem.values]
+        self.drops = [
+            self._column(1.0 if held.is_anchor or Action.RECOMPUTE in allowed & held.choices else 0.0)
+            for held in problem.values
+        ]
         for held, leaves, drops in zip(problem.values, self.leaves, self.drops, strict=True):
             self.rows.append(({leaves: 1.0, drops: 1.0}, 1.0))
             if Action.KEEP not in held.choices and Action.OFFLOAD not in held.choices:
@@ -110,9 +113,6 @@ class _Program:
         self.upper.append(upper)
         self.costs.append(cost)
         return len(self.upper) - 1
-
-    def _may_drop(self, held: HeldValue) -> bool:
-        return held.is_anchor or (Action.RECOMPUTE in self.allowed and Action.RECOMPUTE in held.choices)
 
     def _gap(self, held: HeldValue, needs: dict[int, int]) -> tuple[int, int]:
         """Return from where to where a value need not be on the device."""

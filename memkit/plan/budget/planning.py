@@ -119,8 +119,8 @@ class JointPlanner:
         return without_needless_moves(self.problem, found, budget_bytes)
 
     def steady(self, budget_bytes: int) -> Simulated:
-        """Return the fastest step of those found for shares of the plain step's peak, down from a budget: never slower than that
-        for a smaller one, whatever was asked before. Searches are not monotone; the bound says where no smaller budget can win."""
+        """Return the fastest step of those found for shares of the plain step's peak, down from a budget: never slower than
+        that for a smaller one, whatever was asked before. Searches are not monotone; the bound says when to stop."""
         problem = self.problem
         if budget_bytes >= problem.plain_peak_bytes:
             return simulate(problem, problem.plain, budget_bytes)

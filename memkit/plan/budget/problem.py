@@ -99,7 +99,9 @@ class Problem:
         return len(self.points) if slot >= self.num_slots else bisect_right(self.points, slot) - 1
 
     def module_at(self, slot: int) -> tuple[str, str]:
-        place = min(self._fullest_place(slot), len(self.trace.ops) - 1)
+        begin, num_ops = self.places[slot], len(self.trace.ops)
+        end = self.places[slot + 1] if slot + 1 < self.num_slots else num_ops
+        place = min(max(range(begin, end), key=self.trace.live_bytes.__getitem__, default=begin), num_ops - 1)
         if place < 0:
             return "", ""
         op, trace = self.trace.ops[place].name, self.trace
@@ -120,10 +122,6 @@ class Problem:
         names, outs = self.trace.names, self.lineage.outs
         found = (names[value][1] for made in range(min(op, len(outs) - 1), -1, -1) for value in outs[made] if value in names)
         return "" if self.trace.modules else next(found, "")
-
-    def _fullest_place(self, slot: int) -> int:
-        end = self.places[slot + 1] if slot + 1 < self.num_slots else len(self.trace.ops)
-        return max(range(self.places[slot], end), key=self.trace.live_bytes.__getitem__, default=self.places[slot])
 
 
 def make_problem(

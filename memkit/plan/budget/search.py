@@ -395,7 +395,8 @@ def search_plan(
     handling_s: float = 0.0,
 ) -> Simulated:
     """Return the best step that was found; above the budget only if none was found that is not."""
-    most_simulated = _most_simulated(problem, allowed)
+    most = _SIMULATED if set(allowed) >= BOTH else _SIMULATED_ALONE
+    most_simulated = max(_FEWEST, min(most, most * _LARGE // max(len(problem.values), 1)))
     search = Search(problem, budget_bytes, allowed, most_simulated=most_simulated, handling_s=handling_s)
     if not search.best.over_bytes:
         return search.best
@@ -467,11 +468,6 @@ def floor_bytes(problem: Problem) -> int:
             levels.add(held.made, gone, held.num_bytes)
             levels.add(max(held.use, gone), held.freed, held.num_bytes)
     return problem.base_bytes + max(map(add, problem.working_bytes, levels.each()), default=0)
-
-
-def _most_simulated(problem: Problem, allowed: Collection[Action]) -> int:
-    most = _SIMULATED if set(allowed) >= BOTH else _SIMULATED_ALONE
-    return max(_FEWEST, min(most, most * _LARGE // max(len(problem.values), 1)))
 
 
 def _grow_all(search: Search) -> None:

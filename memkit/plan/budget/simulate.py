@@ -300,7 +300,8 @@ class _Run:
         if self.most_replayed_s < 0:
             return []
         self.beside_fetches = tuple(self.levels)
-        staying = self._staying()
+        wanted = sorted((self.need[index], index) for index in self.leaving)
+        staying = self._fitting(list(self.levels), self.back, wanted)  # not let go by the first request, and need not be
         if not staying:
             self._fetch()
         return staying
@@ -427,10 +428,6 @@ class _Run:
         if len(ops) == 1 and not stays:
             return sum(self.problem.lineage.num_bytes[made] for made in self.problem.lineage.outs[ops[0]])
         return replay_peak_bytes(self.problem.lineage, ops, kept)
-
-    def _staying(self) -> list[int]:
-        """Return what has not been let go by the first request, and need not be."""
-        return self._fitting(list(self.levels), self.back, sorted((self.need[index], index) for index in self.leaving))
 
     def _fitting(self, levels: list[int], begin: int, wanted: Sequence[tuple[int, int]]) -> list[int]:
         """Add to levels those values that fit from a point on up to another, the one that ends first first; return them.
