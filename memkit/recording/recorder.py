@@ -17,7 +17,6 @@ from memkit.core.torch_state import hide_mode, in_dual_level, in_higher_order_op
 from memkit.recording.borders import run_border
 from memkit.recording.ops import OpKinds
 from memkit.recording.recorded import (
-    CallNotes,
     OpCall,
     OpClass,
     OpTraits,
@@ -213,7 +212,8 @@ class Recorder(QuietMode):
         if len(calls) >= len(recording.known_s):
             recording.seconds[len(calls)] = self.estimate_s(func, args, results)
         recording.num_values = value + 1  # first, as in `Recording.add_root`
-        calls.append(_new_tuple(OpCall, (func, kept, kwargs, sources, value, (storage.nbytes(),), None)))
+        made = (func, kept, kwargs, sources, value, (storage.nbytes(),), None, (0,), (), False, None, None)
+        calls.append(_new_tuple(OpCall, made))
         current[address] = (weakref.ref(storage), value)
         if value in recording.retained:
             recording.hold_made(value, results)
@@ -379,11 +379,9 @@ class Recorder(QuietMode):
         op, first = len(recording.calls), recording.num_values
         if op >= len(recording.known_s):
             recording.seconds[op] = self.estimate_s(func, args, results)
-        notes = _new_tuple(
-            CallNotes, (kind or self.kind_of(func), tuple(places), tuple(written or ()), is_whole, generator, state)
-        )
-        outs_bytes = tuple([storage.nbytes() for storage in storages])
-        values = recording.add_call(_new_tuple(OpCall, (func, kept, kwargs, sources, first, outs_bytes, notes)), storages)
+        kind, outs_bytes = kind or self.kind_of(func), tuple([storage.nbytes() for storage in storages])
+        replayed = (func, kept, kwargs, sources, first, outs_bytes, kind, tuple(places), tuple(written or ()))
+        values = recording.add_call(_new_tuple(OpCall, (*replayed, is_whole, generator, state)), storages)
         if not recording.retained.isdisjoint(values):
             for value, tensor in zip(values, made, strict=True):
                 if value in recording.retained:
@@ -491,8 +489,8 @@ class Recorder(QuietMode):
         op, made = len(recording.calls), recording.num_values
         if op >= len(recording.known_s):
             recording.seconds[op] = self.estimate_s(func, args, results)
-        notes = CallNotes(self.kind_of(func), (), (value,))
-        recording.add_call(OpCall(func, kept, None, sources, made, (num_bytes,), notes), (storage,))
+        call = OpCall(func, kept, None, sources, made, (num_bytes,), self.kind_of(func), (), (value,))
+        recording.add_call(call, (storage,))
         if made in recording.retained:
             recording.hold_made(made, target, is_written=True)
         return results

@@ -65,8 +65,7 @@ class Replay:
             self._verify(op)
 
     def _repeat(self, call: OpCall, op: int, in_place: Collection[int], storage_of: StorageOf) -> None:
-        notes = call.notes
-        over = self._to_be_written(call, in_place, storage_of) if notes is not None and notes.written else {}
+        over = self._to_be_written(call, in_place, storage_of) if call.written else {}
         args = [_copied(argument) for argument in call.args]
         kwargs = {name: _copied(argument) for name, argument in (call.kwargs or {}).items()}
         for source in call.sources:
@@ -78,16 +77,12 @@ class Replay:
                 name, key = key
                 group = (args if isinstance(name, int) else kwargs)[name]
             group[key] = tensor
-        draws = notes is not None and notes.generator is not None
-        results = _draw(call, args, kwargs) if draws else call.func(*args, **kwargs)
+        results = call.func(*args, **kwargs) if call.generator is None else _draw(call, args, kwargs)
         made, outs = self.made, self.recording.lineage.outs[op]
-        if notes is None:
-            self._note_made(call, outs[0], results.untyped_storage())
-            return
-        tensors = tensors_in(results)
-        for value, place in zip(outs, notes.places, strict=False):
+        tensors = (results,) if type(results) is torch.Tensor else tensors_in(results)
+        for value, place in zip(outs, call.places, strict=False):
             self._note_made(call, value, tensors[place].untyped_storage())
-        for value, written in zip(outs[len(notes.places) :], notes.written, strict=True):
+        for value, written in zip(outs[len(call.places) :], call.written, strict=True):
             if written in in_place:
                 made.pop(written, None)
             made[value] = over[written]
@@ -102,12 +97,10 @@ class Replay:
 
     def _to_be_written(self, call: OpCall, in_place: Collection[int], storage_of: StorageOf) -> dict[int, torch.UntypedStorage]:
         """Return the storages that a call writes to: existing ones that may be overwritten, copies, or new ones."""
-        notes = call.notes
-        assert notes is not None
         over: dict[int, torch.UntypedStorage] = {}
-        sizes = call.outs_bytes[len(notes.places) :]
-        for value, num_bytes in zip(notes.written, sizes, strict=True):
-            if notes.is_whole:
+        sizes = call.outs_bytes[len(call.places) :]
+        for value, num_bytes in zip(call.written, sizes, strict=True):
+            if call.is_whole:
                 over[value] = self.recording.device.allocate(num_bytes)
             elif value in in_place:
                 over[value] = self.made[value]
@@ -141,8 +134,7 @@ def _copied(argument: Any) -> Any:
 
 def _draw(call: OpCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a random op with its generator's state in the forward, and restore the current state."""
-    assert call.notes is not None
-    generator, state = call.notes.generator, call.notes.state
+    generator, state = call.generator, call.state
     assert generator is not None
     assert state is not None
     now, is_as_before = generator.get_state(), False

@@ -58,7 +58,7 @@ class RecordedForward(NumberedSaves):
         """For the contents of each offered tensor: the tensor with its version counter, and the value."""
         self._dropped = set[int]()
         self._replay = Replay(recording)
-        self._anchors = recording.holder = Anchors(window)
+        self._anchors = recording.anchors = Anchors(window)
         self._sources = Sources(recording, self, self._anchors)
         self._saved_at: dict[int, int] = {}
         self._streams: dict[Stream, None] = {}

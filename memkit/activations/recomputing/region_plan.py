@@ -58,7 +58,7 @@ def plan_regions(
 ) -> RegionPlan | None:
     """Return the regions of a step; None if none fit the budget, or if single ops certainly take less time, which can be known
     where the host computes. On other devices a trial decides."""
-    calls, references = _candidates(trace)
+    calls, references = candidates(trace)
     if all(call.why_not for call in calls):
         return None
     costs = host_costs(torch_device)
@@ -97,15 +97,7 @@ def plan_regions(
     )
 
 
-def region_choices(trace: OpTrace, num_ops: int, torch_device: torch.device) -> list[RegionNeeds]:
-    """Return a step's needs with each choice of regions that `plan_regions` may make, the quickest first."""
-    calls, _ = _candidates(trace)
-    if all(call.why_not for call in calls):
-        return []
-    return RegionPlanner(trace.step, calls, host_costs(torch_device), num_ops=num_ops).choices()
-
-
-def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
+def candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
     """Return the calls of a step in the order in which they begin, each with its module and the reason why it can't be a
     region. Possible spans are among them, within their Sequential's call or another span."""
 

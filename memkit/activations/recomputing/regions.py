@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit.activations.recomputing.module_state import NORMS, UPDATED_UNREAD
-from memkit.activations.recomputing.region_calls import RegionModule, RegionsCommon, RegionSpec, RegionsThread, end_after, watch
+from memkit.activations.recomputing.region_calls import RegionModule, RegionSpec, RegionsThread, end_after, watch
 from memkit.activations.saved.counts import Counts
 from memkit.core import torch_private
 from memkit.core.compiled import is_compiled
@@ -113,18 +113,15 @@ class Regions(Exclusive):
         counts: Counts | None = None,
     ) -> None:
         torch_private.require(torch_private.Feature.REMAT)
-        self._common = RegionsCommon(RegionsThread(), keep, counts, {})
+        self.not_taken: dict[nn.Module, str] = {}
+        self._thread = RegionsThread(keep, counts, self.not_taken)
         forwards = spanned_forwards(chosen)
-        self._regions = [RegionModule(module, spec, self._common, forwards.get(module)) for module, spec in chosen.items()]
+        self._regions = [RegionModule(module, spec, self._thread, forwards.get(module)) for module, spec in chosen.items()]
         self._hooks = HookSet()
 
     @property
-    def not_taken(self) -> dict[nn.Module, str]:
-        return self._common.not_taken
-
-    @property
     def num_calls(self) -> dict[nn.Module, int]:
-        return {region.module: count for region, count in self._common.thread.numbers.items()}
+        return {region.module: count for region, count in self._thread.numbers.items()}
 
     @property
     def has_hooks(self) -> bool:
@@ -137,7 +134,7 @@ class Regions(Exclusive):
     def __enter__(self) -> Regions:
         self.claim("these regions are watched already: make a Regions for each context and each thread")
         self.is_entered = True
-        thread = self._common.thread
+        thread = self._thread
         try:
             top = torch_private.top_saved_tensor_hooks(True)
             thread.outer, thread.is_in = None if top is None else top[0], True
@@ -148,7 +145,7 @@ class Regions(Exclusive):
         return self
 
     def end_block(self, *, has_failed: bool) -> None:
-        thread = self._common.thread
+        thread = self._thread
         self._hooks.remove()
         end_after(thread.calls, 0)
         thread.is_in, thread.outer, thread.numbers = False, None, {}

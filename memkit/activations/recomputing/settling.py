@@ -7,12 +7,13 @@ import functools
 import torch
 
 from memkit.activations.recomputing.budget import BudgetDecider, RematOptions
-from memkit.activations.recomputing.region_plan import RegionPlan, plan_regions, region_choices
+from memkit.activations.recomputing.region_plan import RegionPlan, candidates, plan_regions
 from memkit.activations.saved.settled import Settled, SizesSeen, TimedWays, Way
 from memkit.activations.saved.state import RematState
 from memkit.activations.saved.traces import Trace
 from memkit.errors import BudgetInfeasible
-from memkit.plan import Plan, RegionNeeds
+from memkit.plan import Plan, RegionNeeds, RegionPlanner
+from memkit.recording.cost import host_costs
 
 _NUM_RECORDED = 3
 """At least this many steps are recorded: the seconds of each op are known from the third."""
@@ -54,9 +55,13 @@ def bytes_with_regions(state: RematState, options: RematOptions, trace: Trace, l
 
 
 def choices_ahead(trace: Trace, torch_device: torch.device) -> list[RegionNeeds]:
+    """Return a step's needs with each choice of regions that `plan_regions` may make, the quickest first."""
     if trace.ops is None or not trace.ops.is_measured or trace.has_marks:
         return []
-    return region_choices(trace.ops, len(trace.funcs), torch_device)
+    calls, _ = candidates(trace.ops)
+    if all(call.why_not for call in calls):
+        return []
+    return RegionPlanner(trace.ops.step, calls, host_costs(torch_device), num_ops=len(trace.funcs)).choices()
 
 
 def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool:

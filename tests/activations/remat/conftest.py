@@ -77,11 +77,11 @@ def any_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give ops random times, so that anything may be dropped."""
     drawn, read_times = random.Random(2), Recording.read_times
 
-    def any_times(recording: Recording) -> dict[CostKey, float]:
+    def any_times(recording: Recording) -> tuple[dict[CostKey, float], dict[int, float]]:
         found = read_times(recording)
         recording.sync()
         recording.lineage.seconds[:] = [drawn.random() * 1e-4 for _ in recording.lineage.seconds]
-        return {key: drawn.random() * 1e-4 for key in found}
+        return {key: drawn.random() * 1e-4 for key in found[0]}, found[1]
 
     monkeypatch.setattr(Recording, "read_times", any_times)
     monkeypatch.setattr(OpCosts, "estimate_s", lambda *_: drawn.random() * drawn.choice([0, 1e-6, 1e-5, 1e-3]))
