@@ -458,11 +458,7 @@ class Recorder(QuietMode):
         changed = [given[key] for key, version in versions.items() if _version_of(given[key]) != version]
         changed += [tensor for tensor in tensors_in(results) if _address_of(_get_storage(tensor)) not in given]
         for tensor in changed:
-            value = recording.find(_get_storage(tensor))
-            if value is not None:
-                root = recording.roots.get(value)
-                recording.lose(value)
-                recording.add_written([tensor], [root is None or root.is_inside], kind.why_kept)
+            recording.lose(tensor, kind.why_kept)
         recording.add_roots(results, kind.why_kept)
         return results
 
@@ -511,24 +507,17 @@ class Recorder(QuietMode):
         kind, recording = self.kind_of(func), self.recording
         if types or not args[kind.training_at]:
             return self.record(func, types, args, kwargs)
-        sources: list[Source] = []
-        kept: list[Any] = []
-        known: list[Tensor] = []
-        statistics: list[Tensor] = []
+        places, sources = kind.statistics, list[Source]()
+        statistics = [args[place] for place in places if args[place] is not None]
         try:
-            for position, argument in enumerate(args):
-                if position not in kind.statistics:
-                    kept.append(self.take(position, argument, sources) if isinstance(argument, Tensor) else argument)
-                elif argument is not None:
-                    recording.note_effect(argument)
-                    statistics.append(argument)
-                    if recording.is_known(argument):
-                        known.append(argument)
+            kept = [None if key in places else self.take(key, argument, sources) for key, argument in enumerate(args)]
+            for argument in statistics:
+                recording.note_effect(argument)
+            known = [argument for argument in statistics if recording.is_known(argument)]
         except RuntimeError:  # an argument is no range of bytes
             return self.run_opaque(func, types, args, kwargs)
-        if kind.replayed_by is None:
-            for position in kind.statistics:
-                kept.insert(position, None)
+        if kind.replayed_by is not None:
+            del kept[places[0] : places[-1] + 1]
         are_inside = [recording.before_write_to(tensor) for tensor in known]
         results = self.run(func, args, None)
         recording.add_written(known, are_inside)

@@ -466,14 +466,18 @@ class Recording:
             self.held_bytes -= root.num_bytes
         self._copy_root(root, alias)
 
-    def lose(self, value: int) -> None:
-        """Note that a value may have been overwritten, too late to copy it."""
+    def lose(self, tensor: Tensor, why_kept: str) -> None:
+        """Note that a tensor may have been written to, too late to copy its value."""
+        value = self.find(tensor.untyped_storage())
+        if value is None:
+            return
         self.overwritten.add(value)
         if self.anchors is not None and value in self.retained:
             self.anchors.release(value)
         root = self.roots.get(value)
         if root is not None and (root.alias is None or value not in self.hidden):
             root.is_lost = True
+        self.add_written([tensor], [root is None or root.is_inside], why_kept)
 
     def root_storage(self, value: int) -> torch.UntypedStorage:
         if value not in self.roots:

@@ -181,7 +181,7 @@ class BudgetStage(RecordingStage):
             memory_bytes_per_s=measure_ceilings(device).bytes_per_s,
         )
 
-    def _decide(self, *, raises: bool) -> Decider:
+    def _decide(self) -> Decider:
         state, limits, device = self._state, self._limits, self._device
         counter = None if device is None else device.memory_counter()
         if counter is not None:

@@ -22,13 +22,13 @@ NO_BUDGET = sys.maxsize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RematOptions:
-    budget: int | float
-    policy: str
-    plan: Plan | None
-    score: DTRScore
+    budget: int | float = NO_BUDGET
+    policy: str = "plan"
+    plan: Plan | None = None
+    score: DTRScore = field(default_factory=DTRScore)
     min_bytes: int
-    strict: bool
-    verify: bool
+    strict: bool = False
+    verify: bool = False
     device: Device | None = field(compare=False)
     kinds: OpKinds
 
@@ -51,17 +51,7 @@ class RematOptions:
 
 
 def recorded_alone(min_bytes: int, device: Device | None, kinds: OpKinds, *, policy: str = "plan") -> RematOptions:
-    return RematOptions(
-        budget=NO_BUDGET,
-        policy=policy,
-        plan=None,
-        score=DTRScore(),
-        min_bytes=min_bytes,
-        strict=False,
-        verify=False,
-        device=device,
-        kinds=kinds,
-    )
+    return RematOptions(policy=policy, min_bytes=min_bytes, device=device, kinds=kinds)
 
 
 class BudgetDecider(Decider):
@@ -76,16 +66,14 @@ class BudgetDecider(Decider):
         counts: Counts,
         last: Counts,
         warn: Callable[[str, str], None],
-        *,
-        raises: bool,
         with_regions: Callable[[Trace, Plan], int | None] | None = None,
     ) -> None:
         super().__init__(Follower(traces if options.policy != "dtr" else Traces()))
         self._options, self._counts, self._warn, self._with_regions = options, counts, warn, with_regions
         trace = self.follower.trace
-        plan = self._plan_of(trace, raises=raises, is_entry=True)
+        plan = self._plan_of(trace, is_entry=True)
         if trace is None or trace is not traces.latest:
-            self._judge(last, raises=raises)  # before the counts change: they may be the same
+            self._judge(last)  # before the counts change: they may be the same
         self._follow(plan)
 
     @property
@@ -97,7 +85,7 @@ class BudgetDecider(Decider):
         return frozenset() if self.plan is None else self.plan.retained
 
     def _change_plan(self) -> None:
-        self._follow(self._plan_of(self.follower.trace, raises=False))
+        self._follow(self._plan_of(self.follower.trace))
 
     def action(self, value: int, held_bytes: int) -> Action | None:
         if self.plan is not None:
@@ -128,7 +116,7 @@ class BudgetDecider(Decider):
         self._actions = {} if plan is None else {save.value: save.action for save in plan.saves}
         self._set_limit()
 
-    def _plan_of(self, trace: Trace | None, *, raises: bool, is_entry: bool = False) -> Plan | None:
+    def _plan_of(self, trace: Trace | None, *, is_entry: bool = False) -> Plan | None:
         options = self._options
         if trace is None or trace.ops is None:
             return None
@@ -153,12 +141,12 @@ class BudgetDecider(Decider):
                     return least
                 if smallest is not None and smallest < error.smallest_bytes:
                     error = infeasible(budget_bytes, smallest)
-            if raises:
+            if options.strict and is_entry:
                 raise error from None
             self._warn_of_budget(str(error))
             return least
 
-    def _judge(self, last: Counts, *, raises: bool) -> None:
+    def _judge(self, last: Counts) -> None:
         is_to_be_judged, last.is_to_be_judged = last.is_to_be_judged, False
         if not (is_to_be_judged and last.exceeds_budget and last.budget == self._options.budget):
             return
@@ -167,7 +155,7 @@ class BudgetDecider(Decider):
             f"{format_bytes(last.peak_bytes)}, and no op of it makes more than {format_bytes(last.largest_bytes)}"
             f"{tell_kept(last.opless_bytes)}"
         )
-        if raises:
+        if self._options.strict:
             raise BudgetInfeasible(message, last.peak_bytes)
         self._warn_of_budget(message)
 

@@ -7,11 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 from memkit.activations.saved.traces import Follower, OpTrace, SaveKey
-from memkit.plan import Action
+from memkit.plan import Action, Plan
 
 
 class Decider(ABC):
     limit_bytes: float = math.inf
+    plan: Plan | None = None
+    """The followed plan of single ops."""
 
     def __init__(self, follower: Follower) -> None:
         self.follower = follower

@@ -6,7 +6,8 @@ import functools
 
 import torch
 
-from memkit.activations.recomputing.budget import BudgetDecider, RematOptions
+from memkit.activations.recomputing.budget import RematOptions
+from memkit.activations.recomputing.decider import Decider
 from memkit.activations.recomputing.region_plan import RegionPlan, candidates, plan_regions
 from memkit.activations.saved.settled import Settled, SizesSeen, TimedWays, Way
 from memkit.activations.saved.state import RematState
@@ -21,7 +22,7 @@ _MOST_DEVIATIONS = 3
 """If this many steps had other regions than planned, all later steps of the model are recorded."""
 
 
-def settle(state: RematState, options: RematOptions, decider: BudgetDecider, sizes: SizesSeen | None, is_timed: bool) -> None:
+def settle(state: RematState, options: RematOptions, decider: Decider, sizes: SizesSeen | None, is_timed: bool) -> None:
     """Decide whether the next steps drop nothing, have regions, or are recorded, after one was recorded to its end, perhaps
     with each op timed by itself, which takes time."""
     state.num_recorded += 1

@@ -46,9 +46,7 @@ def test_new_shapes_are_forgotten(torch_device: torch.device, remat_on: Remat, m
             loss = x.sin().cos().sum()
         loss.backward()
 
-    known = remat_states["shapes"].costs
-    assert len(known.guessed_s) == 10
-    assert 0 < len(known.measured_s) <= 10
+    assert len(remat_states["shapes"].costs.known_s) == 10
 
 
 def test_forward_after_a_backward_in_the_same_context_is_seen_as_any_other(torch_device: torch.device, remat_on: Remat) -> None:
