@@ -65,21 +65,6 @@ def test_score(options: dict[str, object], message: str) -> None:
         memkit.plan.DTRScore(**options)
 
 
-def test_unknown_tags() -> None:
-    with pytest.raises(ValueError, match=r'found none under "unknown"\. Run a forward in a context with tag="unknown" first'):
-        memkit.stats("unknown")
-    with memkit.Rematerialize(0.5, "known"):
-        pass
-    with pytest.raises(ValueError, match="Pass one of 'known', or run"):
-        memkit.stats("unknown")
-    assert memkit.Rematerialize(1.0, "unknown").plan is None
-    assert memkit.Rematerialize(1.0, "known").plan is None
-    memkit.reset("known")
-    memkit.reset("unknown")
-    with pytest.raises(ValueError, match="Run a forward in a context with tag="):
-        memkit.stats("known")
-
-
 @pytest.mark.parametrize("name", ["keep", "recompute"])
 @pytest.mark.parametrize("thing", [None, 3, (torch.ones(2), torch.ones(2))])
 def test_words_are_about_tensors(name: str, thing: object) -> None:

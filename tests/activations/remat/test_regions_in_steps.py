@@ -22,7 +22,7 @@ from memkit.errors import ReplayMismatchError
 from memkit.plan import Action
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
-from tests.activations.remat.test_steady import blocks, num_calls, train
+from tests.activations.remat.test_steady import blocks, train
 from tests.contracts.contexts import Around
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -113,7 +113,7 @@ def test_bits_are_those_of_the_plain_run(name: str, budget: float, device: Devic
     assert memkit.stats("bits").live_records == 0
 
 
-def test_steady_step_has_regions_and_takes_few_calls(device: Device, remat_on: Remat) -> None:
+def test_steady_step_has_regions(device: Device, remat_on: Remat) -> None:
     model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
     plain = train(model, x, nullcontext)
     recorded = []
@@ -123,7 +123,6 @@ def test_steady_step_has_regions_and_takes_few_calls(device: Device, remat_on: R
     stats = memkit.stats("steady")
 
     assert recorded == [True, True, True, False, False, False]
-    assert num_calls(lambda: train(model, x, lambda: remat_on(0.5, "steady", min_bytes=1))) <= 12 * stats.num_ops
     assert stats.follows_plan
     assert stats.num_deviations == 0
     assert stats.ledger_peak_bytes <= stats.budget_bytes
@@ -174,7 +173,7 @@ def test_model_that_changes_in_each_step_is_recorded_in_the_end(device: Device, 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no memory apart from the host")
-@pytest.mark.parametrize("budget", [0.4, *[pytest.param(other, marks=pytest.mark.slow) for other in ("1GiB", 1.0)]])
+@pytest.mark.parametrize("budget", [0.4, "1GiB", 1.0])
 def test_offload_outside_follows_a_schedule(
     budget: float | str, device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +203,7 @@ def test_offload_outside_follows_a_schedule(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", [pytest.param(memkit.keep, marks=pytest.mark.slow), memkit.recompute])
+@pytest.mark.parametrize("word", [memkit.keep, memkit.recompute])
 def test_word_of_the_users_has_the_next_steps_recorded(
     word: Callable[[Tensor], Tensor], device: Device, remat_on: Remat
 ) -> None:
