@@ -76,14 +76,6 @@ class BudgetDecider(Decider):
             self._judge(last)  # before the counts change: they may be the same
         self._follow(plan)
 
-    @property
-    def follows_plan(self) -> bool:
-        return self.plan is not None
-
-    @property
-    def retained(self) -> frozenset[int]:
-        return frozenset() if self.plan is None else self.plan.retained
-
     def _change_plan(self) -> None:
         self._follow(self._plan_of(self.follower.trace))
 

@@ -19,14 +19,14 @@ class Decider(ABC):
         self.follower = follower
 
     @property
-    @abstractmethod
     def follows_plan(self) -> bool:
         """Whether a plan is followed; otherwise the score decides."""
+        return self.plan is not None
 
     @property
-    @abstractmethod
     def retained(self) -> Collection[int]:
         """Values that autograd does not save, and that the plan holds."""
+        return () if self.plan is None else self.plan.retained
 
     @property
     def ops(self) -> OpTrace | None:

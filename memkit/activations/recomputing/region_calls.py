@@ -431,6 +431,8 @@ def unpack(place: Placeholder | KeptHandle) -> Tensor:
 class RegionSpec:
     calls: frozenset[int] | None = None
     """Numbers from 0 on in one `with` block; None for all. Calls without grad or in a checkpoint don't count."""
+    num_calls: int = 0
+    """How often a planned step calls it, recomputed or not."""
     learned: LearnedReads = field(default_factory=LearnedReads)
 
 

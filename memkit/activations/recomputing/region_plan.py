@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from memkit.activations.recomputing.module_state import LearnedReads
+from memkit.activations.recomputing.region_calls import RegionSpec
 from memkit.activations.recomputing.regions import why_not_region
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.settled import TimedWays
 from memkit.activations.saved.traces import OpTrace
 from memkit.core.sequentials import SpanReference
-from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedValue, RegionChoice, RegionNeeds, RegionPlanner
+from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, RegionChoice, RegionNeeds, RegionPlanner
 from memkit.recording.cost import host_costs
 
 Reference = weakref.ref[nn.Module] | SpanReference
@@ -25,13 +25,10 @@ Reference = weakref.ref[nn.Module] | SpanReference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionPlan:
-    calls: Mapping[Reference, frozenset[int]]
-    num_calls: Mapping[Reference, int]
-    learned: Mapping[Reference, LearnedReads]
+    specs: Mapping[Reference, RegionSpec]
     shapes: tuple[tuple[int, ...], ...]
     num_regions: int
     num_ops: int
-    num_dropped: int
     needs: RegionNeeds
     plan: Plan
     trial: TimedWays
@@ -45,7 +42,7 @@ class RegionPlan:
             num_ops=self.num_ops,
             num_saved=len(plan.saves),
             saved_bytes=plan.saved_bytes,
-            num_dropped=self.num_dropped,
+            num_dropped=len(plan.dropped),
             dropped_bytes=plan.recompute_bytes,
             peak_bytes=plan.predicted_peak_bytes,
             ops_of_region=round(plan.num_replayed_ops / self.num_regions),
@@ -81,18 +78,13 @@ def plan_regions(
     for call, reference in zip(calls, references, strict=True):
         if reference() is not None and reference in num_calls:
             num_calls[reference] = max(num_calls[reference], call.number + 1)
-    shapes = tuple(shape for index in choice.chosen for shape in calls[index].shapes)
-    plan = _plan_of(planner, choice, trace, budget_bytes)
     return RegionPlan(
-        calls=chosen,
-        num_calls=num_calls,
-        learned={module: LearnedReads() for module in chosen},
-        shapes=shapes,
+        specs={found: RegionSpec(calls=numbers, num_calls=num_calls[found]) for found, numbers in chosen.items()},
+        shapes=tuple(shape for index in choice.chosen for shape in calls[index].shapes),
         num_regions=len(choice.chosen),
         num_ops=num_ops,
-        num_dropped=len(plan.dropped),
         needs=planner.needs(choice),
-        plan=plan,
+        plan=_plan_of(planner, choice, of_ops, budget_bytes),
         trial=TimedWays(is_open=is_open),
     )
 
@@ -134,29 +126,18 @@ def _seconds_of_ops(planner: RegionPlanner, costs: HostCosts, num_ops: int, plan
     return costs.step_s(planner.plain_device_s + plan.predicted_replay_s, planner.plain_host_s + recorded_s)
 
 
-def _plan_of(planner: RegionPlanner, choice: RegionChoice, trace: OpTrace, budget_bytes: int) -> Plan:
-    step, dropped = planner.step, planner.dropped(choice)
-    lineage, inside = step.lineage, dict[int, str]()
+def _plan_of(planner: RegionPlanner, choice: RegionChoice, of_ops: Plan, budget_bytes: int) -> Plan:
+    step, dropped, inside = planner.step, planner.dropped(choice), dict[int, str]()
     for index in choice.chosen:
         call = planner.calls[index]
         inside |= dict.fromkeys(step.saves[slice(*call.saves)], call.name)
     saves = []
-    for index, value in enumerate(dict.fromkeys(step.saves)):
-        op, module = trace.names.get(value, ("", ""))
-        drops = value in dropped
-        reason = f"{inside[value]} runs again" if drops else step.why_kept.get(value, "fits the budget")
-        saves.append(
-            PlannedValue(
-                index=index,
-                value=value,
-                num_bytes=lineage.num_bytes[value],
-                action=Action.RECOMPUTE if drops else Action.KEEP,
-                op=op,
-                module=module,
-                cost_s=0.0 if lineage.maker[value] == NO_OP else lineage.seconds[lineage.maker[value]],
-                reason=reason,
-            )
-        )
+    for save in of_ops.saves:
+        maker = step.lineage.maker[save.value]
+        drops, cost_s = save.value in dropped, 0.0 if maker == NO_OP else step.lineage.seconds[maker]
+        action = Action.RECOMPUTE if drops else Action.KEEP
+        reason = f"{inside[save.value]} runs again" if drops else step.why_kept.get(save.value, "fits the budget")
+        saves.append(replace(save, action=action, cost_s=cost_s, reason=reason))
     return Plan(
         saves=tuple(saves),
         budget_bytes=budget_bytes,

@@ -114,14 +114,12 @@ class Regions(Exclusive):
     ) -> None:
         torch_private.require(torch_private.Feature.REMAT)
         self.not_taken: dict[nn.Module, str] = {}
+        self.num_calls: dict[nn.Module, int] = {}
+        """How often each was called in the last block."""
         self._thread = RegionsThread(keep, counts, self.not_taken)
         forwards = spanned_forwards(chosen)
         self._regions = [RegionModule(module, spec, self._thread, forwards.get(module)) for module, spec in chosen.items()]
         self._hooks = HookSet()
-
-    @property
-    def num_calls(self) -> dict[nn.Module, int]:
-        return {region.module: count for region, count in self._thread.numbers.items()}
 
     @property
     def has_hooks(self) -> bool:
@@ -137,7 +135,7 @@ class Regions(Exclusive):
         thread = self._thread
         try:
             top = torch_private.top_saved_tensor_hooks(True)
-            thread.outer, thread.is_in = None if top is None else top[0], True
+            thread.outer, thread.is_in, self.num_calls = None if top is None else top[0], True, {}
             watch(self._regions, self._hooks)
         except BaseException:
             self.leave(has_failed=True)
@@ -148,5 +146,6 @@ class Regions(Exclusive):
         thread = self._thread
         self._hooks.remove()
         end_after(thread.calls, 0)
+        self.num_calls = {region.module: count for region, count in thread.numbers.items()} or self.num_calls
         thread.is_in, thread.outer, thread.numbers = False, None, {}
         thread.counted.clear()

@@ -134,26 +134,18 @@ class RegionStage(_StageWithRegions):
     ) -> None:
         super().__init__(state, moving)
         assert settled.regions is not None
-        self._hand_on, self._settled = handing_on(None, outer), settled
+        self._hand_on, self._planned, self._specs = handing_on(None, outer), settled.regions, specs
         self._shapes, self._place = settled.regions.shapes, 0
         self._is_other = False
         self.counts = settled.regions.counts(settled.options.budget, settled.budget_bytes)
         self.counts.trial = settled.regions.trial
         self.regions = Regions(specs, keep=self._keep, counts=self.counts)
-        self._num_calls: dict[nn.Module, int] = {}
-
-    def take_off(self) -> None:
-        self._num_calls = self._num_calls or self.regions.num_calls
-        self.regions.__exit__(None, None, None)
 
     def end(self, *, has_failed: bool) -> None:
-        assert self._settled.regions is not None
-        planned = self._settled.regions
-        self.counts.num_dropped = planned.num_dropped  # only values that count
-        num_calls = {module: number for reference, number in planned.num_calls.items() if (module := reference()) is not None}
-        are_planned = self._place == len(self._shapes) and self._num_calls == num_calls
-        self._num_calls = {}
-        not_taken = self.regions.not_taken
+        planned, not_taken = self._planned, self.regions.not_taken
+        self.counts.num_dropped = len(planned.plan.dropped)  # only values that count
+        num_calls = {module: spec.num_calls for module, spec in self._specs.items()}
+        are_planned = self._place == len(self._shapes) and self.regions.num_calls == num_calls
         if not_taken:
             self._state.choose_again()
         elif self._is_other or (not has_failed and not are_planned):
@@ -198,11 +190,8 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
         return None
     specs, planned = dict[nn.Module, RegionSpec](), settled.regions
     if planned is not None:
-        for reference, calls in planned.calls.items():
-            module = reference()
-            if module is not None:
-                specs[module] = RegionSpec(calls=calls, learned=planned.learned[reference])
-        if len(specs) < len(planned.calls):
+        specs = {module: spec for reference, spec in planned.specs.items() if (module := reference()) is not None}
+        if len(specs) < len(planned.specs):
             state.unsettle()
             return None
     moving = outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None

@@ -124,7 +124,7 @@ class Pair:
         """Take steps until their plan is known."""
         for _ in range(5):
             self.step()
-        assert {module() for module in remat_states[TAG].settled.regions.calls} & {*self.blocks}
+        assert {module() for module in remat_states[TAG].settled.regions.specs} & {*self.blocks}
         assert not memkit.stats(TAG).is_recorded
 
     def change(self, change: Callable[[nn.Module], object]) -> None:
@@ -203,7 +203,7 @@ def test_batch_norm_that_does_not_train_is_in_regions(block: Callable[[], nn.Mod
     assert stats.num_replays > 0
     assert stats.num_deviations == 0
     assert stats.ledger_peak_bytes <= stats.budget_bytes
-    planned = {type(module()) for module in remat_states[TAG].settled.regions.calls}
+    planned = {type(module()) for module in remat_states[TAG].settled.regions.specs}
     assert block in planned
 
 
