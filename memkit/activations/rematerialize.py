@@ -152,7 +152,7 @@ class Rematerialize(RecordedContext):
 
                 steady = open_layers_again(state, self._options, hooks)
             self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)
-            entry.recording = steady or open_recording(self.tag, self._options, outer=hooks, settles=True)
+            entry.recording = steady or open_recording(self.tag, self._options, outer=hooks)
             entry.recording.model = None if self._model is None else self._model()
             entry.unasked = remat_states[self.tag].unasked
             entry.begin(None if steady is None else steady.pair)

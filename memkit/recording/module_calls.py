@@ -11,7 +11,7 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -35,23 +35,17 @@ class Aftermath:
     def __init__(self, recording: Recording, noted: Iterable[NotedCall]) -> None:
         recording.sync()
         self.recording = recording
-        self._last_read = {value: op for op, ins in enumerate(recording.lineage.ins) for value in ins}
-        self._writes: dict[int, list[int]] = {}
+        self.last_read = {value: op for op, ins in enumerate(recording.lineage.ins) for value in ins}
+        self.writes: dict[int, list[int]] = {}
+        """By address, the numbers of the writing ops among all ops, from 1 on."""
         for func, address, _ in recording.effects:
-            self._writes.setdefault(address, []).append(func)
+            self.writes.setdefault(address, []).append(func)
         self.alike: dict[int, list[NotedCall]] = {}
         """By the identity of the weak reference that the calls of a module share, since the module may be gone."""
         for call in noted:
             self.alike.setdefault(id(call.module), []).append(call)
             for value in call.given:
-                self._last_read[value] = max(call.begin.op, self._last_read.get(value, call.begin.op))
-
-    def reads(self, values: Iterable[int], after: int) -> bool:
-        return any(self._last_read.get(value, -1) >= after for value in values)
-
-    def writes(self, address: int, after: int) -> list[int]:
-        """Return the ops that write to a storage, by their numbers among all ops, from 1 on."""
-        return [func for func in self._writes.get(address, ()) if func > after]
+                self.last_read[value] = max(call.begin.op, self.last_read.get(value, call.begin.op))
 
 
 _NUMBERS = (int, float, complex, bool, str, bytes, type(None))
@@ -151,8 +145,8 @@ class NotedCall:
             now = _place_of(tensor)
             if reference() is not tensor or now[0] != address or (is_param and now[1] != version):
                 return True
-            for write in aftermath.writes(address, func):
-                if is_param or not any(first < write <= last for first, last in spans):
+            for write in aftermath.writes.get(address, ()):
+                if write > func and (is_param or not any(first < write <= last for first, last in spans)):
                     return True
         return False
 
@@ -172,7 +166,7 @@ def _planned(calls: Sequence[NotedCall], why_not: str, inputs: tuple[int, ...], 
         pass
     elif not recording.overwritten.isdisjoint(inputs):
         why_not = "what it is given is written to later"
-    elif aftermath.reads(hidden, last_op):
+    elif any(aftermath.last_read.get(made, -1) >= last_op for made in hidden):
         why_not = "what it makes is used elsewhere"
     elif any(call.is_rewritten(aftermath) for call in calls):
         why_not = "its weights are written after it has run"
@@ -303,8 +297,7 @@ def _is_plain(given: Any) -> bool:
     return isinstance(given, list | tuple) and all(map(_is_plain, given))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpanCall:
+class SpanCall(NamedTuple):
     """Neighboring calls in a `Sequential`, as the call of one module."""
 
     call: ModuleCall
@@ -312,7 +305,6 @@ class SpanCall:
     calls: tuple[int, int]
     """The index of its first noted call, and of the first one after it."""
     reference: SpanReference
-    children: tuple[weakref.ref[nn.Module], ...]
 
 
 def span_calls(noted: Sequence[NotedCall], aftermath: Aftermath) -> tuple[SpanCall, ...]:
@@ -337,7 +329,7 @@ def span_calls(noted: Sequence[NotedCall], aftermath: Aftermath) -> tuple[SpanCa
         if not _are_in_turn(module, [noted[place] for place in wholes], rows):
             continue
         for first, stop in _spans_of(module, rows):
-            children = tuple(call.module for call in rows[0][first:stop])
+            children = [call.module for call in rows[0][first:stop]]
             reference = SpanReference(noted[wholes[0]].module, children, first, len(rows[0]))
             for parent, row in zip(wholes, rows, strict=True):
                 calls = row[first:stop]
@@ -348,7 +340,7 @@ def span_calls(noted: Sequence[NotedCall], aftermath: Aftermath) -> tuple[SpanCa
                 if not span.why_not:
                     bounds = inside[parent][first], ends[inside[parent][stop - 1]]
                     span = replace(span, name=name, number=noted[parent].number, parent=parent, is_span=True)
-                    found.append(SpanCall(call=span, calls=bounds, reference=reference, children=children))
+                    found.append(SpanCall(span, bounds, reference))
     return tuple(sorted(found, key=lambda span: (span.calls[0], -span.calls[1])))
 
 

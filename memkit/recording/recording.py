@@ -387,12 +387,6 @@ class Recording:
             self.held_bytes += root.num_bytes
         return True
 
-    def _hold_hidden(self) -> None:
-        """Copy the roots that an op has read and that may be written to unseen once nothing more is recorded."""
-        self.sync()
-        for value in self.hidden.intersection(chain.from_iterable(self.lineage.ins)) & self.roots.keys():
-            self.hold(value)
-
     def _copy_root(self, root: Root, tensor: Tensor) -> None:
         root.seen = root.version if root.seen is None else root.seen
         root.alias = Geometry.of(tensor).over(tensor.untyped_storage().clone())
@@ -520,8 +514,10 @@ class Recording:
     def close(self, *, may_drop: bool = False) -> None:
         """Called at the end of the forward. With `may_drop`, more values may be dropped later."""
         self.see_versions()
-        if may_drop:
-            self._hold_hidden()
+        if may_drop:  # copy the roots that an op has read and that may be written to unseen from now on
+            self.sync()
+            for value in self.hidden.intersection(chain.from_iterable(self.lineage.ins)) & self.roots.keys():
+                self.hold(value)
         self.is_over = True
         self.lent.clear()
         recordings_over[id(self)] = self

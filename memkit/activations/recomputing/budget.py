@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from memkit.activations.recomputing.decider import Decider
 from memkit.activations.saved.counts import Counts
@@ -15,6 +16,9 @@ from memkit.device import Device
 from memkit.errors import BudgetInfeasible
 from memkit.plan import Action, DTRScore, Plan, infeasible, tell_kept
 from memkit.recording.ops import OpKinds
+
+if TYPE_CHECKING:
+    from memkit.activations.saved.state import RematState
 
 NO_BUDGET = sys.maxsize
 """Only values that the user marks are dropped."""
@@ -61,15 +65,14 @@ class BudgetDecider(Decider):
 
     def __init__(
         self,
+        state: RematState,
         options: RematOptions,
-        traces: Traces,
         counts: Counts,
-        last: Counts,
-        warn: Callable[[str, str], None],
-        with_regions: Callable[[Trace, Plan], int | None] | None = None,
+        with_regions: Callable[[Trace, Plan], int | None] | None,
     ) -> None:
+        traces, last = state.traces, state.counts
         super().__init__(Follower(traces if options.policy != "dtr" else Traces()))
-        self._options, self._counts, self._warn, self._with_regions = options, counts, warn, with_regions
+        self._options, self._counts, self._warn, self._with_regions = options, counts, state.warn_once, with_regions
         trace = self.follower.trace
         plan = self._plan_of(trace, is_entry=True)
         if trace is None or trace is not traces.latest:

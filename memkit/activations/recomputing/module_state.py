@@ -218,7 +218,7 @@ class ModuleState:
         by_id = dict(zip(self.ids, all_parameters, strict=True))
         self.parameters = tuple([own for own in by_id.values() if own is not None])
         strided = [] if self.is_gathered else [own for own in self.parameters if own.layout is torch.strided]
-        self.with_data = tuple([own for own in strided if type(own) is _Parameter or _has_data(own)])
+        self.with_data = tuple([own for own in strided if type(own) is _Parameter or not hasattr(own, "__tensor_flatten__")])
         self.parameter_facts: tuple[partial[Any], ...] = (
             partial(map, torch_private.version_of, self.parameters),
             partial(map, Tensor.data_ptr, self.with_data),
@@ -398,10 +398,6 @@ def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:
                 found[part] = None
             waiting += reversed(torch_private.children_of(part).values())
     return tuple(found)
-
-
-def _has_data(parameter: nn.Parameter) -> bool:
-    return not hasattr(parameter, "__tensor_flatten__")
 
 
 def _versions_of(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:

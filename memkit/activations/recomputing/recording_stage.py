@@ -49,7 +49,7 @@ _get_storage = Tensor.untyped_storage
 
 class RecordingStage(Stage):
     """Records the ops of a forward, and drops recomputable tensors. Others go to the next stage, which may move them, or to the
-    innermost hooks outside. If it `settles`, later steps need not be recorded once they are known."""
+    innermost hooks outside. Later steps need not be recorded once they are known."""
 
     moves = False
 
@@ -60,7 +60,6 @@ class RecordingStage(Stage):
         *,
         moving: Stage | None = None,
         outer: SavedTensorHooks | None = None,
-        settles: bool = False,
     ) -> None:
         self._state, self._lock = state, state.lock
         self._options = options
@@ -70,7 +69,7 @@ class RecordingStage(Stage):
         self._moving, self._hand_on = moving, handing_on(moving, outer)
         self._hand_on_unchecked = handing_on(moving, outer, is_checked=False)
         self._has_outer = moving is not None or outer is not None
-        self._settles = settles
+        self._settles = options.may_settle
         self._needs_plan = options.may_settle and not options.keeps_all
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
         self.counts = Counts(trial=state.trial)
@@ -145,9 +144,8 @@ class RecordingStage(Stage):
         return self._make_forward(recording, state.window(device))
 
     def _decide(self) -> Decider:
-        state, options = self._state, self._options
-        with_regions = functools.partial(bytes_with_regions, state, options) if self._settles else None
-        return BudgetDecider(options, state.traces, self.counts, state.counts, state.warn_once, with_regions)
+        with_regions = functools.partial(bytes_with_regions, self._state, self._options) if self._settles else None
+        return BudgetDecider(self._state, self._options, self.counts, with_regions)
 
     def _make_forward(self, recording: Recording, window: OffloadWindow) -> RecordedForward:
         return RecordedForward(recording, window, self._options.score, self._decider.limit_bytes, self.counts)
@@ -388,13 +386,12 @@ def open_recording(
     *,
     moving: Stage | None = None,
     outer: SavedTensorHooks | None = None,
-    settles: bool = False,
 ) -> RecordingStage:
     is_inner = moving is not None or is_within(tag)
     moving = moving or moving_in(outer)
     state = remat_states.open(tag)
     with state.lock:
-        stage = RecordingStage(state, options, moving=moving, outer=outer, settles=settles)
+        stage = RecordingStage(state, options, moving=moving, outer=outer)
         state.num_iterations += 1
         state.num_inner += is_inner
         state.counts, state.is_recorded, state.settled = stage.counts, True, None

@@ -101,7 +101,7 @@ def candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
     places = list[int]()
     around: list[list[tuple[int, int]]] = [[] for _ in (*trace.calls, None)]  # of those in each call, and of the outermost
     may_be = (span for span in reversed(trace.spans) if span.reference.find() is not None)
-    waiting = [span for span in may_be if not any(why_not_of(child()) for child in span.children)]
+    waiting = [span for span in may_be if not any(why_not_of(child()) for child in span.reference.children)]
 
     def add(call: ModuleCall, reference: Reference, place: int, why: str) -> int:
         open_spans = around[call.parent]  # where each ends, and its place among all

@@ -53,9 +53,11 @@ def _why_not_inside(part: nn.Module, *, is_region: bool) -> str:
     if isinstance(part, torch.jit.ScriptModule):
         return "it is scripted, and what that saves depends on how often it has run"
     is_gathering = is_region and is_sharded_by_fsdp2(part)
-    if is_gathering:
-        if why := _why_not_sharded(part):
-            return why
+    if is_gathering:  # the part within its hooks is recomputed in its own backward, for which FSDP2 has gathered the parameters
+        if is_compiled(part):
+            return "its forward talks to other processes or devices, and is compiled"
+        if not is_there_in_backward(part):
+            return "FSDP2 does not gather it for its backward"
     elif is_sharded_by_fsdp(part) or isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "its forward talks to other processes or devices"
     if torch_private.GATHERED_MARK in vars(part) and not all(map(_is_plain, torch_private.parameters_of(part).values())):
@@ -70,16 +72,6 @@ def _why_not_inside(part: nn.Module, *, is_region: bool) -> str:
         if not _are_own(getattr(part, name), _AROUND_SHARDED if is_gathering else ()):
             is_streamed = any(_home_of(hook).startswith("memkit.weights") for hook in getattr(part, name).values())
             return "LayerOffload streams its weights" if is_streamed else "it has hooks, which would run twice, or not at all"
-    return ""
-
-
-def _why_not_sharded(module: nn.Module) -> str:
-    """Return why a module sharded by FSDP2 can't be a region. The part within its hooks is recomputed in its own backward, for
-    which FSDP2 has gathered the parameters."""
-    if is_compiled(module):
-        return "its forward talks to other processes or devices, and is compiled"
-    if not is_there_in_backward(module):
-        return "FSDP2 does not gather it for its backward"
     return ""
 
 

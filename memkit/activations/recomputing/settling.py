@@ -27,7 +27,7 @@ def settle(state: RematState, options: RematOptions, decider: Decider, sizes: Si
     with each op timed by itself, which takes time."""
     state.num_recorded += 1
     state.settled = None
-    if not options.may_settle or state.num_recorded < _NUM_RECORDED or _has_wishes(state):
+    if state.num_recorded < _NUM_RECORDED or _has_wishes(state):
         return
     settled = functools.partial(Settled, options=options, budget_bytes=state.counts.budget_bytes)
     if options.keeps_all:
@@ -51,7 +51,7 @@ def settle(state: RematState, options: RematOptions, decider: Decider, sizes: Si
 def bytes_with_regions(state: RematState, options: RematOptions, trace: Trace, least: Plan) -> int | None:
     """Return the bytes of steps like a trace with regions, as far as they are known, beside the plan of single ops with the
     fewest bytes; None if there are to be no regions."""
-    regions = None if not options.may_settle or _has_wishes(state) else _regions_of(state, trace, least)
+    regions = None if _has_wishes(state) else _regions_of(state, trace, least)
     return None if regions is None else regions.plan.predicted_peak_bytes
 
 
