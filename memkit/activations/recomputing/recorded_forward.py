@@ -22,7 +22,7 @@ from memkit.core.kept import KeptHandle
 from memkit.core.sizes import format_mib
 from memkit.core.tensors import counted_by
 from memkit.device.base import Stream
-from memkit.errors import ReplayMismatchError, note_on
+from memkit.errors import note_on
 from memkit.plan import NO_OP, Action, DTRScore, Walk, ends_of
 from memkit.recording.recording import Recording, rewritten_bytes
 from memkit.recording.replay import Replay
@@ -279,13 +279,7 @@ class RecordedForward(NumberedSaves):
     def keep(self, value: int) -> None:
         record = self.record_of(value)
         assert record is not None
-        storage = self._replay.made.pop(value)
-        if storage.nbytes() != record.num_bytes:
-            raise ReplayMismatchError(
-                f"a saved tensor had {record.num_bytes} bytes, and recomputed it has {storage.nbytes()} "
-                f"({self._replay.name_of(value)})"
-            )
-        self.ledger.restore(record, storage)
+        self.ledger.restore(record, self._replay.made.pop(value))
 
     def forget(self, value: int) -> None:
         self._replay.made.pop(value, None)

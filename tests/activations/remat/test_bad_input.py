@@ -53,18 +53,6 @@ def test_budgets(budget: float | str, wanted: float) -> None:
     assert memkit.Rematerialize(budget).budget == wanted
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"distance": "far"}, 'distance must be "next_use" or "staleness"; found \'far\''),
-        ({"max_replays": 0}, "max_replays must be at least 1; found 0"),
-    ],
-)
-def test_score(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=f"DTRScore: {message}"):
-        memkit.plan.DTRScore(**options)
-
-
 @pytest.mark.parametrize("name", ["keep", "recompute"])
 @pytest.mark.parametrize("thing", [None, 3, (torch.ones(2), torch.ones(2))])
 def test_words_are_about_tensors(name: str, thing: object) -> None:

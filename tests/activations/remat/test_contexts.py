@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.device import CpuDevice, Device
+from memkit.device import Device
 from tests.activations.cases import assert_same_bits, gradients
 from tests.activations.chains import UNIT_BYTES, Context, leaf_on, step
 from tests.activations.remat.cases import COMPUTATIONS, NAMES
@@ -42,19 +42,6 @@ def test_offload_or_another_inside_raises(device: Device, remat_on: Remat) -> No
         with pytest.raises(ValueError, match="inside"):
             memkit.CPUOffload(1.0, "inside", device=device).__enter__()
     step(leaf_on(device.torch_device), UNITS, lambda: remat_on(0.5, "outer"))
-
-
-def test_what_is_kept_leaves_with_the_offload_outside(device: Device, remat_on: Remat) -> None:
-    if isinstance(device, CpuDevice):
-        pytest.skip("nothing moves from the CPU to the CPU")
-    x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), UNITS)
-    for _ in range(3):
-        offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
-        assert_same_bits(step(x, UNITS, lambda: Around(offload, remat_on(5 * UNIT_BYTES, "inside"))), plain)  # noqa: B023
-        moved, dropped = memkit.stats("outside").moved_out_bytes, memkit.stats("inside").dropped_bytes
-
-        assert moved + dropped == len(UNITS) * UNIT_BYTES
-        assert min(moved, dropped) >= 4 * UNIT_BYTES
 
 
 # The user's word
@@ -158,16 +145,6 @@ def test_what_one_step_keeps_another_may_drop(device: Device, remat_on: Remat) -
 
     assert dropped[0] == 0
     assert all(num_dropped >= 5 for num_dropped in dropped[1:])
-
-
-def test_words_that_come_again_are_planned(device: Device, remat_on: Remat) -> None:
-    x, context = leaf_on(device.torch_device), lambda: remat_on("1GiB", "again")
-    follows = []
-    for number in range(6):
-        _num_dropped_with(memkit.recompute if number == 0 else None, x, context)
-        follows.append(memkit.stats("again").follows_plan)
-
-    assert follows[-1]
 
 
 # Plans

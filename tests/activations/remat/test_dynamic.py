@@ -82,17 +82,6 @@ def test_deviation_in_the_middle_of_a_plan(device: Device, remat_on: Remat) -> N
     assert memkit.stats("middle").num_deviations == 2  # a path that came once is not planned
 
 
-def test_a_plan_is_followed_from_the_second_step_on(device: Device, remat_on: Remat) -> None:
-    x = leaf_on(device.torch_device)
-    follows = []
-    for _ in range(4):
-        step(x, [1] * 10, lambda: remat_on(0.5, "second"))
-        follows.append(memkit.stats("second").follows_plan)
-
-    assert follows == [False, True, True, True]
-    assert memkit.stats("second").num_deviations == 0
-
-
 @pytest.mark.parametrize("change", ["ops", "saves"])
 def test_step_with_other_ops_or_other_saves_is_another(change: str, device: Device, remat_on: Remat) -> None:
     x = leaf_on(device.torch_device)

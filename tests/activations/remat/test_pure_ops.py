@@ -168,24 +168,6 @@ def test_wish_to_recompute_what_an_unknown_op_made_is_answered() -> None:
 # What else an op may do
 
 
-def test_ops_that_decompose_are_their_parts(remat_on: Remat, torch_device: torch.device) -> None:
-    library = torch.library.Library("memkit_parts", "DEF")
-    library.define("halves(Tensor x) -> Tensor")
-    library.impl("halves", lambda x: (x * 2).sin() / 2, "CompositeImplicitAutograd")
-    x, w = inputs_on(torch_device)
-    torch.ops.memkit_parts.halves(x @ w).exp().sum().backward()
-    plain, x.grad = x.grad, None
-
-    with remat_on(0.1, "parts"):
-        loss = torch.ops.memkit_parts.halves(x @ w).exp().sum()
-    loss.backward()
-
-    assert_same_bits([x.grad], [plain])
-    stats = memkit.stats("parts")
-    assert stats.num_dropped == stats.num_saved > 0
-    library._destroy()
-
-
 def test_op_that_returns_its_own_state_again_is_refused_where_that_was_needed() -> None:
     """The same storage holds other bytes at each call, and no counter tells."""
     state = torch.zeros(8, 32)

@@ -60,20 +60,6 @@ class CountsCalls(Block):
         return hidden * self.num_calls.clone()
 
 
-class Sometimes(CountsCalls):
-    """Reads another buffer in every call, and writes to that in every third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.ones(64))
-
-    def beside(self, hidden: Tensor) -> Tensor:
-        hidden = super().beside(hidden) * self.mask.clone()
-        if self.num_calls.item() % 3 == 0:
-            self.mask.data.mul_(0.5)
-        return hidden
-
-
 class Frozen(Block):
     """Has a batch norm that does not train."""
 
@@ -180,11 +166,8 @@ def test_small_buffers_that_are_written_after_all(
     assert not memkit.stats(TAG).is_recorded
 
 
-@pytest.mark.parametrize("block", [CountsCalls, Sometimes])
-def test_buffers_that_are_written_are_as_in_the_plain_run(
-    block: Callable[[], nn.Module], device: Device, remat_on: Remat
-) -> None:
-    pair = Pair(block, device, remat_on)
+def test_buffers_that_are_written_are_as_in_the_plain_run(device: Device, remat_on: Remat) -> None:
+    pair = Pair(CountsCalls, device, remat_on)
     pair.settle()
     for _ in range(7):
         pair.step()
@@ -228,24 +211,7 @@ def replace_forward(block: nn.Module) -> None:
     block.beside = beside
 
 
-def replace_part(block: nn.Module) -> None:
-    block.up = Scales(block.up)
-
-
-class Scales(nn.Linear):
-    """Writes to a buffer unseen by its counter, and reads it."""
-
-    def __init__(self, like: nn.Linear) -> None:
-        super().__init__(32, 64, device=like.weight.device)
-        self.load_state_dict(like.state_dict())
-        self.register_buffer("scale", torch.ones((), device=like.weight.device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.scale.data.mul_(0.9)
-        return super().forward(x) * self.scale.clone()
-
-
-@pytest.mark.parametrize("change", [write, replace_buffer, add_buffer, replace_forward, replace_part])
+@pytest.mark.parametrize("change", [write, replace_buffer, add_buffer, replace_forward])
 def test_change_between_two_steps_is_noticed(change: Callable[[nn.Module], object], device: Device, remat_on: Remat) -> None:
     pair = Pair(Masked, device, remat_on)
     pair.settle()

@@ -137,38 +137,28 @@ def test_steady_step_has_regions(device: Device, remat_on: Remat) -> None:
     assert all(save.reason.endswith("runs again") for save in dropped)
 
 
-@pytest.mark.slow
-def test_smaller_batch_is_a_deviation_with_the_same_bits(device: Device, remat_on: Remat) -> None:
-    model, plain_model = (with_dropout().to(device.torch_device) for _ in range(2))
-    plain_model.load_state_dict(model.state_dict())
-    recorded = []
-    for number, size in enumerate((16, 16, 16, 16, 16, 6, 16, 16, 16)):
-        x = torch.randn(size, 32, device=device.torch_device)
-        torch.manual_seed(number)
-        wanted = train(plain_model, x, nullcontext)
-        torch.manual_seed(number)
-        assert_same_bits(train(model, x, lambda: remat_on(0.4, "smaller")), wanted)
-        recorded.append(memkit.stats("smaller").is_recorded)
-
-    assert recorded == [True, True, True, False, False, False, True, False, False]
-    assert memkit.stats("smaller").num_deviations == 1
+def compare(model: nn.Module, x: Tensor, context: Context) -> None:
+    """Compare the bits of a step to the plain one's."""
+    state = torch.get_rng_state()
+    wanted = train(model, x, nullcontext)
+    torch.set_rng_state(state)
+    assert_same_bits(train(model, x, context), wanted)
 
 
 @pytest.mark.slow
-def test_model_that_changes_in_each_step_is_recorded_in_the_end(device: Device, remat_on: Remat) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "is_recorded"),
+    [((16, 16, 16, 16, 16, 6, 16, 16, 16), "111000100"), ((16, 16, 16, *[16, 6] * 10), "111" + "?" * 12 + "1" * 8)],
+    ids=["once", "always"],
+)
+def test_smaller_batch_is_a_deviation_with_the_same_bits(
+    sizes: tuple[int, ...], is_recorded: str, device: Device, remat_on: Remat
+) -> None:
     model = with_dropout().to(device.torch_device)
-    recorded = []
-    for number in range(24):
-        torch.manual_seed(number)
-        size = 16 if number < 4 or number % 2 else 6
-        x = torch.randn(size, 32, device=device.torch_device)
-        wanted = train(model, x, nullcontext)
-        torch.manual_seed(number)
-        torch.randn(size, 32, device=device.torch_device)
-        assert_same_bits(train(model, x, lambda: remat_on(0.4, "changes")), wanted)
-        recorded.append(memkit.stats("changes").is_recorded)
-
-    assert all(recorded[-8:])
+    for size, recorded in zip(sizes, is_recorded, strict=True):
+        compare(model, torch.randn(size, 32, device=device.torch_device), lambda: remat_on(0.4, "smaller"))
+        assert recorded in ("?", str(int(memkit.stats("smaller").is_recorded)))
+    assert memkit.stats("smaller").num_deviations == 1 or "?" in is_recorded
 
 
 @pytest.mark.slow
@@ -225,15 +215,17 @@ def test_word_of_the_users_has_the_next_steps_recorded(
 
 
 @pytest.mark.slow
-def test_verify_and_dtr_and_given_plans_are_recorded(device: Device, remat_on: Remat) -> None:
+def test_verify_and_single_ops_and_dtr_and_given_plans_are_recorded(device: Device, remat_on: Remat) -> None:
     model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
     for _ in range(2):
         train(model, x, lambda: remat_on(0.5, "given"))
     plan = remat_on(0.5, "given").plan
-    for options in ({"verify": True}, {"policy": "dtr"}, {"plan": plan}, {"strict": True}):
+    for options in ({"verify": True}, {"policy": "ops"}, {"policy": "dtr"}, {"plan": plan}, {"strict": True}):
         for _ in range(5):
-            train(model, x, lambda: remat_on(0.5, "recorded", **options))  # noqa: B023
-        assert memkit.stats("recorded").is_recorded
+            compare(model, x, lambda: remat_on(0.5, "recorded", **options))  # noqa: B023
+        stats = memkit.stats("recorded")
+        assert (stats.is_recorded, stats.num_dropped > 0) == (True, True)
+        assert stats.follows_plan == (options != {"policy": "dtr"})
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.4])
@@ -246,10 +238,7 @@ def test_context_that_was_never_left_is_ended_by_the_next(budget: float, device:
     model(x)
     del lost
 
-    torch.manual_seed(0)
-    wanted = train(model, x, nullcontext)
-    torch.manual_seed(0)
-    assert_same_bits(train(model, x, lambda: remat_on(budget, "left")), wanted)
+    compare(model, x, lambda: remat_on(budget, "left"))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert memkit.stats("left").num_iterations == 6
 
@@ -264,19 +253,6 @@ def test_what_is_known_of_a_step_holds_no_module(device: Device, remat_on: Remat
     gc.collect()
 
     assert [part() for part in parts] == [None] * len(parts)
-
-
-@pytest.mark.slow
-def test_models_of_one_tag_take_turns(device: Device, remat_on: Remat) -> None:
-    models = [with_dropout().to(device.torch_device) for _ in range(2)]
-    x = torch.randn(16, 32, device=device.torch_device)
-    for number in range(12):
-        model = models[number % 2 if number > 4 else 0]
-        torch.manual_seed(number)
-        wanted = train(model, x, nullcontext)
-        torch.manual_seed(number)
-        assert_same_bits(train(model, x, lambda: remat_on(0.4, "turns")), wanted)
-    assert memkit.stats("turns").num_deviations > 0
 
 
 # Where a step is another than the planned ones
@@ -404,15 +380,3 @@ def test_a_region_that_is_not_the_same_again_is_the_last() -> None:
     for _ in range(6):
         assert_same_bits(_step(model, _remat), _step(model, nullcontext))
         assert memkit.stats(TAG).is_recorded
-
-
-def test_single_ops_alone_are_run_again_where_that_is_asked_for() -> None:
-    model = _model()
-    plain = _step(model, nullcontext)
-    for _ in range(6):
-        found = _step(model, lambda: memkit.Rematerialize(0.4, TAG, min_bytes=0, policy="ops"))
-        assert_same_bits(found, plain)
-        stats = memkit.stats(TAG)
-        assert stats.is_recorded
-    assert stats.follows_plan
-    assert stats.num_dropped > 0
