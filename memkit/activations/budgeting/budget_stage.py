@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.steady_step import Moves, SteadySave, SteadyStep
     from memkit.activations.offloading.scheduled import ScheduledForward
     from memkit.activations.offloading.window import OffloadWindow
-    from memkit.activations.recomputing.decider import Decider
+    from memkit.activations.recomputing.budget import Decider
     from memkit.activations.recomputing.recorded_forward import RecordedForward
     from memkit.activations.saved.traces import Trace
     from memkit.recording.recording import Recording

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memkit.activations.recomputing.budget import NO_BUDGET, BudgetDecider, RematOptions
+from memkit.activations.recomputing.budget import NO_BUDGET, BudgetDecider, Decider, RematOptions
 from memkit.activations.recomputing.compiled_calls import CompiledCalls
-from memkit.activations.recomputing.decider import Decider
 from memkit.activations.recomputing.recorded_forward import RecordedForward
-from memkit.activations.recomputing.settling import bytes_with_regions, settle
+from memkit.activations.recomputing.region_plan import bytes_with_regions, settle
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Stage, all_too_small, handing_on, is_within, moving_in
 from memkit.activations.saved.records import Handle

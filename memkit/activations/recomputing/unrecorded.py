@@ -51,15 +51,6 @@ class IdleStage(Stage):
     def pair(self) -> HookPair:
         return NO_PAIR
 
-    def begin(self) -> None:
-        pass
-
-    def take_off(self) -> None:
-        pass
-
-    def end(self, *, has_failed: bool) -> None:
-        pass
-
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
         return KeptHandle(tensor)
 

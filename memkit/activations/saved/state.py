@@ -28,7 +28,7 @@ from memkit.recording.recording import Recording
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memkit.activations.recomputing.decider import Decider
+    from memkit.activations.recomputing.budget import Decider
     from memkit.activations.recomputing.unrecorded import Layers
     from memkit.recording.module_calls import NotedCall
 

@@ -11,28 +11,13 @@ from torch import Tensor
 
 import memkit
 from memkit.device import Device
-from tests.activations.cases import assert_same_bits, gradients
+from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, Context, leaf_on, step
-from tests.activations.remat.cases import COMPUTATIONS, NAMES
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
-from tests.contracts.contexts import Around
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
 UNITS = [1] * 10
-
-
-@pytest.mark.covering(1)
-@pytest.mark.filterwarnings("ignore:.*no memory apart from the host")
-@pytest.mark.usefixtures("any_costs")
-@pytest.mark.parametrize("name", NAMES)
-def test_offload_outside_whatever_ops_seem_to_cost(name: str, remat_on: Remat, device: Device) -> None:
-    plain = gradients(COMPUTATIONS[name], device.torch_device, nullcontext)
-
-    for _ in range(3):
-        offload = memkit.CPUOffload(1.0, "outside", min_bytes=0, window_bytes=0, device=device)
-        found = gradients(COMPUTATIONS[name], device.torch_device, lambda: Around(offload, remat_on(0.5, "in")))  # noqa: B023
-        assert_same_bits(found, plain)
 
 
 def test_offload_or_another_inside_raises(device: Device, remat_on: Remat) -> None:
