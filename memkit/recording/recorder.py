@@ -225,14 +225,14 @@ class Recorder(QuietMode):
         return results
 
     def _path_of(self, kind: OpTraits) -> Any:
-        if kind.op_class is OpClass.VIEW:
-            return _VIEW
-        if kind.op_class is OpClass.UNKNOWN:
-            return Recorder._run_unknown
-        if kind.op_class is OpClass.BORDER:
-            return run_border
-        if kind.op_class is OpClass.OPAQUE:
-            return Recorder.run_opaque
+        fixed = {
+            OpClass.VIEW: _VIEW,
+            OpClass.UNKNOWN: Recorder._run_unknown,
+            OpClass.BORDER: run_border,
+            OpClass.OPAQUE: Recorder.run_opaque,
+        }
+        if kind.op_class in fixed:
+            return fixed[kind.op_class]
         if kind.statistics:
             return Recorder._record_batch_norm
         if self.recording.is_timed or self.recording.originals is not None:
@@ -399,11 +399,7 @@ class Recorder(QuietMode):
             return run_border(self, func, types, args, kwargs)
         if types or kind.hides_state:
             self.recording.note_effect()
-        if not kind.written:
-            results = func(*args, **kwargs) if kwargs else func(*args)
-            self.recording.add_roots(results)
-            return results
-        results = self._run_and_write(func, args, kwargs, written_by(kind, args, kwargs))
+        results = self._run_and_write(func, args, kwargs, written_by(kind, args, kwargs) if kind.written else [])
         self.recording.add_roots(results)
         return results
 
@@ -432,11 +428,13 @@ class Recorder(QuietMode):
             targets += [args[position] for position in kind.statistics if args[position] is not None]
         return self._run_and_write(func, args, kwargs, [target for target in targets if recording.is_known(target)])
 
-    def _run_and_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor]) -> Any:
+    def _run_and_write(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor], why_kept: str = ""
+    ) -> Any:
         recording = self.recording
         are_inside = [recording.before_write_to(target) for target in targets]
         results = func(*args, **kwargs) if kwargs else func(*args)
-        recording.add_written(targets, are_inside)
+        recording.add_written(targets, are_inside, why_kept)
         return results
 
     def _run_unknown(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -451,10 +449,8 @@ class Recorder(QuietMode):
         given = {_address_of(_get_storage(tensor)): tensor for tensor in tensors_in(torch_private.tree_leaves((args, kwargs)))}
         is_collective = has_schema and func.namespace == _COLLECTIVES
         targets = list(given.values()) if is_collective else written_by(kind, args, kwargs)
-        are_inside = [recording.before_write_to(target) for target in targets]
         versions = {} if has_schema else {key: _version_of(each) for key, each in given.items() if not each.is_inference()}
-        results = func(*args, **kwargs) if kwargs else func(*args)
-        recording.add_written(targets, are_inside, kind.why_kept)
+        results = self._run_and_write(func, args, kwargs, targets, kind.why_kept)
         changed = [given[key] for key, version in versions.items() if _version_of(given[key]) != version]
         changed += [tensor for tensor in tensors_in(results) if _address_of(_get_storage(tensor)) not in given]
         for tensor in changed:
