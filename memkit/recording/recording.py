@@ -85,9 +85,9 @@ def with_settings(wanted: Settings) -> Iterator[None]:
         change_settings(current_settings(), found)  # again, where an interrupt came in between
 
 
-def change_settings(found: Settings, wanted: Settings) -> None:
-    """Set the wanted settings that differ from those found; may be called again."""
-    for (_, change), before, after in zip(_settings(), found, wanted, strict=True):
+def change_settings(found: Settings, wanted: Settings, also: tuple[Setting, ...] = ()) -> None:
+    """Set the wanted settings that differ from those found; may be called again. Those `also` set come first."""
+    for (_, change), before, after in zip((*also, *_settings()), found, wanted, strict=True):
         if before != after:
             change(after)
 

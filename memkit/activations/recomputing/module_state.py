@@ -20,7 +20,7 @@ from memkit.core import torch_private
 from memkit.core.sequentials import SequentialSpan
 from memkit.core.torch_state import has_gathered
 from memkit.device import default_generator
-from memkit.recording.recording import change_settings, setting_getters
+from memkit.recording.recording import Setting, change_settings, setting_getters
 
 
 class NoRegion(Exception):  # noqa: N818  # it is no error
@@ -51,14 +51,19 @@ class ReadOnly:
 Surroundings = tuple[Any, ...]
 """A thread's autocast state, followed by the process-wide settings."""
 
-_NUM_AUTOCAST = 5
+_AUTOCAST: tuple[Setting, ...] = (
+    (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    (partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
+    (partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")),
+    (partial(torch.get_autocast_dtype, "cuda"), partial(torch.set_autocast_dtype, "cuda")),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+)
 _NESTING = partial(torch.autocast_increment_nesting), partial(torch.autocast_decrement_nesting)
 
 
 @functools.cache
 def _getters() -> tuple[partial[Any], ...]:
-    autocast = [partial(get, kind) for kind in ("cpu", "cuda") for get in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
-    return (*autocast, partial(torch.is_autocast_cache_enabled), *setting_getters())
+    return (*(partial(get) for get, _ in _AUTOCAST), *setting_getters())
 
 
 def current_surroundings() -> Surroundings:
@@ -66,16 +71,10 @@ def current_surroundings() -> Surroundings:
 
 
 def set_surroundings(wanted: Surroundings) -> None:
-    found = current_surroundings()
-    if found[:_NUM_AUTOCAST] != wanted[:_NUM_AUTOCAST]:
-        torch.set_autocast_enabled("cpu", wanted[0])
-        torch.set_autocast_dtype("cpu", wanted[1])
-        torch.set_autocast_enabled("cuda", wanted[2])
-        torch.set_autocast_dtype("cuda", wanted[3])
-        torch.set_autocast_cache_enabled(wanted[4])
-        if list(map(partial.__call__, _NESTING))[-1] == 0:  # as `torch.autocast` does when the outermost one is left
-            torch.clear_autocast_cache()
-    change_settings(found[_NUM_AUTOCAST:], wanted[_NUM_AUTOCAST:])
+    found, num_autocast = current_surroundings(), len(_AUTOCAST)
+    change_settings(found, wanted, _AUTOCAST)
+    if found[:num_autocast] != wanted[:num_autocast] and list(map(partial.__call__, _NESTING))[-1] == 0:
+        torch.clear_autocast_cache()  # as `torch.autocast` does when the outermost one is left
 
 
 GeneratorState = tuple[torch.Generator, Any]

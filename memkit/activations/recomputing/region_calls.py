@@ -77,10 +77,6 @@ def is_on_stack(frame: FrameType | None, start: FrameType | None) -> bool:
     return start is not None
 
 
-def is_going_on(frame: FrameType) -> bool:
-    return any(is_on_stack(frame, start) for start in sys._current_frames().values())
-
-
 class Inputs:
     """The arguments of a module call: handles for tensors, and containers that are rebuilt for each recompute; `NoRegion` if a
     forward may change an argument of this kind."""
@@ -368,7 +364,9 @@ class RegionCall:
 
     def _hand_on(self, tensor: Tensor) -> KeptHandle:
         """Remove the hooks of a call that an interrupt has ended, and give the tensor to the hooks outside."""
-        self.region.end_left(self)
+        calls = self.region.thread.calls
+        if self in calls:
+            end_after(calls, calls.index(self))
         take_off(self)
         outer = torch_private.top_saved_tensor_hooks(True)
         return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, *outer, is_checked=True)
@@ -377,7 +375,8 @@ class RegionCall:
         """Run the forward again, and give the placeholders their tensors. The lock is held. It raises if an input, a parameter
         or a buffer was changed since, or if the forward has saved other tensors."""
         region = self.region
-        if self.is_broken or (self.frame is not None and not is_going_on(self.frame)):
+        running = () if self.frame is None else sys._current_frames().values()
+        if self.is_broken or (self.frame is not None and not any(is_on_stack(self.frame, start) for start in running)):
             raise region.error("a forward that has come to its end", "one that was interrupted", "Run the forward again")
         state = region.state
         if (
@@ -558,11 +557,6 @@ class RegionModule:
             counts = self.thread.counts
             if counts is not None and torch_private.backward_task() == -1:
                 counts.num_dropped += len(call.places)
-
-    def end_left(self, call: RegionCall) -> None:
-        calls = self.thread.calls
-        if call in calls:
-            end_after(calls, calls.index(call))
 
     def error(self, need: str, found: str, do: str) -> ReplayMismatchError:
         if self.thread.counts is not None:
