@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from memkit.activations.recomputing.budget import RematOptions
-from memkit.activations.recomputing.module_state import LearnedReads
 from memkit.activations.recomputing.region_calls import RegionSpec
 from memkit.activations.recomputing.regions import Regions, why_not_region
 from memkit.activations.saved.counts import Counts
@@ -203,7 +202,7 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
         return WatchStage(state, moving, outer, settled, budget_bytes)
 
 
-Layers = dict[weakref.ref[nn.Module], LearnedReads]
+Layers = dict[weakref.ref[nn.Module], RegionSpec]
 _MOSTLY = 2 / 3
 """If this fraction of all saved bytes stays even so, ops are recorded in all steps, to keep to the budget."""
 _DIGITS = re.compile(r"\d+")
@@ -218,8 +217,7 @@ def open_layers(
         state.layers = _find(state, takes_less)
     if state.counts.has_mismatch:
         state.layers = {}
-    found = ((module, learned) for reference, learned in state.layers.items() if (module := reference()) is not None)
-    specs = {module: RegionSpec(learned=learned) for module, learned in found}
+    specs = {module: spec for reference, spec in state.layers.items() if (module := reference()) is not None}
     if not specs or all_have_hooks():
         return None
     stage = LayerStage(state, outer, specs)
@@ -240,7 +238,7 @@ def open_layers_again(state: RematState, options: RematOptions, outer: SavedTens
 
 def _find(state: RematState, takes_less: Callable[[Trace, RegionNeeds], bool]) -> Layers:
     """Find the layers that recorded steps have called, and tell the user."""
-    found, refused, why_not = dict[nn.Module, LearnedReads](), set[nn.Module | None](), ""
+    found, refused, why_not = dict[nn.Module, RegionSpec](), set[nn.Module | None](), ""
     for trace in state.traces:
         if trace.ops is None or not trace.ops.calls:
             continue
@@ -256,9 +254,9 @@ def _find(state: RematState, takes_less: Callable[[Trace, RegionNeeds], bool]) -
         roots = [module for call, module in zip(calls, modules, strict=True) if call.parent < 0 and module is not None]
         for name, module in (named for root in roots for named in root.named_modules()):  # also those that were not called
             if (_DIGITS.sub("*", name or type(module).__name__), type(module)) in kinds and not why_not_region(module):
-                found[module] = LearnedReads()
+                found[module] = RegionSpec()
         why_not = why_not or _why_not_around(calls, [calls[place] for place in chosen])
-    layers = {weakref.ref(module): learned for module, learned in found.items() if module not in refused}
+    layers = {weakref.ref(module): spec for module, spec in found.items() if module not in refused}
     if layers:
         names = Counter(type(module).__name__ for module in found if module not in refused)
         each = ", ".join(f"{count} {name}" for name, count in names.items())
