@@ -360,22 +360,17 @@ class Recorder(QuietMode):
     ) -> None:
         """Note an op's new results, and the new contents of written tensors."""
         recording = self.recording
-        made: list[Tensor] = []
-        storages: list[torch.UntypedStorage] = []
-        places: list[int] = []
-        keys = set[int]()
+        made, places, keys = list[Tensor](), list[int](), set[int]()
         for place, tensor in enumerate(tensors_in(results)):
             storage = _get_storage(tensor)
             if _address_of(storage) not in keys and not recording.was_there(storage):
                 keys.add(_address_of(storage))
                 made.append(tensor)
-                storages.append(storage)
                 places.append(place)
-        if written:
-            made += written.values()
-            storages += [_get_storage(tensor) for tensor in written.values()]
-        if not storages:
+        made += (written or {}).values()
+        if not made:
             return
+        storages = [_get_storage(tensor) for tensor in made]
         op, first = len(recording.calls), recording.num_values
         if op >= len(recording.known_s):
             recording.seconds[op] = self.estimate_s(func, args, results)

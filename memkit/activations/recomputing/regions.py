@@ -115,10 +115,13 @@ class Regions(Exclusive):
 
     @property
     def has_hooks(self) -> bool:
-        names = torch_private.MODULE_HOOKS
+        names, everywhere = torch_private.MODULE_HOOKS, vars(nn.modules.module)
         sharded = [region.module for region in self._regions if region.is_sharded]
-        return any(region.state.have_hooks(region.is_sharded) for region in self._regions) or not all(
-            _are_own(getattr(module, name), _AROUND_SHARDED) for module in sharded for name in names
+        are_own = all(_are_own(getattr(module, name), _AROUND_SHARDED) for module in sharded for name in names)
+        return (
+            any(everywhere[f"_global{name}"] for name in names)
+            or any(region.state.have_hooks(region.is_sharded) for region in self._regions)
+            or not are_own
         )
 
     def __enter__(self) -> Regions:

@@ -159,11 +159,6 @@ class RegionStage(_StageWithRegions):
         return self._hand_on(tensor)
 
 
-def all_have_hooks() -> bool:
-    everywhere = vars(nn.modules.module)
-    return any(everywhere[f"_global{name}"] for name in torch_private.MODULE_HOOKS)
-
-
 def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None) -> IdleStage | None:
     """Return the stage of a context that is about to be entered and need not record; None if it must record."""
     state = remat_states.get(tag)
@@ -186,7 +181,7 @@ def open_steady(tag: str, options: RematOptions, outer: SavedTensorHooks | None)
             return None
     moving = outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None
     stage = None if planned is None else RegionStage(state, moving, outer, settled, specs)
-    if stage is not None and (all_have_hooks() or stage.regions.has_hooks):  # which may have been set since it was planned
+    if stage is not None and stage.regions.has_hooks:  # which may have been set since it was planned
         state.unsettle()
         return None
     with state.lock:
@@ -218,7 +213,7 @@ def open_layers(
     if state.counts.has_mismatch:
         state.layers = {}
     specs = {module: spec for reference, spec in state.layers.items() if (module := reference()) is not None}
-    if not specs or all_have_hooks():
+    if not specs:
         return None
     stage = LayerStage(state, outer, specs)
     if stage.regions.has_hooks:
