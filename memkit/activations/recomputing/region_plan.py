@@ -38,6 +38,7 @@ class RegionPlan:
     shapes: tuple[tuple[int, ...], ...]
     num_regions: int
     num_ops: int
+    num_dropped: int
     needs: RegionNeeds
     plan: Plan
     trial: TimedWays
@@ -51,7 +52,7 @@ class RegionPlan:
             num_ops=self.num_ops,
             num_saved=len(plan.saves),
             saved_bytes=plan.saved_bytes,
-            num_dropped=len(plan.dropped),
+            num_dropped=self.num_dropped,
             dropped_bytes=plan.recompute_bytes,
             peak_bytes=plan.predicted_peak_bytes,
             ops_of_region=round(plan.num_replayed_ops / self.num_regions),
@@ -87,13 +88,15 @@ def plan_regions(
     for call, reference in zip(calls, references, strict=True):
         if reference() is not None and reference in num_calls:
             num_calls[reference] = max(num_calls[reference], call.number + 1)
+    plan = _plan_of(planner, choice, of_ops, budget_bytes)
     return RegionPlan(
         specs={found: RegionSpec(calls=numbers, num_calls=num_calls[found]) for found, numbers in chosen.items()},
         shapes=tuple(shape for index in choice.chosen for shape in calls[index].shapes),
         num_regions=len(choice.chosen),
         num_ops=num_ops,
+        num_dropped=len(plan.dropped),
         needs=planner.needs(choice),
-        plan=_plan_of(planner, choice, of_ops, budget_bytes),
+        plan=plan,
         trial=TimedWays(is_open=is_open),
     )
 

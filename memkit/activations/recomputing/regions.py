@@ -106,12 +106,16 @@ class Regions(Exclusive):
     ) -> None:
         torch_private.require(torch_private.Feature.REMAT)
         self.not_taken: dict[nn.Module, str] = {}
-        self.num_calls: dict[nn.Module, int] = {}
-        """How often each was called in the last block."""
+        self._numbers: dict[RegionModule, int] = {}
         self._thread = RegionsThread(keep, counts, self.not_taken)
         forwards = spanned_forwards(chosen)
         self._regions = [RegionModule(module, spec, self._thread, forwards.get(module)) for module, spec in chosen.items()]
         self._hooks = HookSet()
+
+    @property
+    def num_calls(self) -> dict[nn.Module, int]:
+        """How often each was called in the last block."""
+        return {region.module: count for region, count in self._numbers.items()}
 
     @property
     def has_hooks(self) -> bool:
@@ -130,7 +134,7 @@ class Regions(Exclusive):
         thread = self._thread
         try:
             top = torch_private.top_saved_tensor_hooks(True)
-            thread.outer, thread.is_in, self.num_calls = None if top is None else top[0], True, {}
+            thread.outer, thread.is_in, self._numbers = None if top is None else top[0], True, {}
             watch(self._regions, self._hooks)
         except BaseException:
             self.leave(has_failed=True)
@@ -141,6 +145,6 @@ class Regions(Exclusive):
         thread = self._thread
         self._hooks.remove()
         end_after(thread.calls, 0)
-        self.num_calls = {region.module: count for region, count in thread.numbers.items()} or self.num_calls
+        self._numbers = thread.numbers or self._numbers
         thread.is_in, thread.outer, thread.numbers = False, None, {}
         thread.counted.clear()

@@ -133,7 +133,7 @@ class RegionStage(_StageWithRegions):
 
     def end(self, *, has_failed: bool) -> None:
         planned, not_taken = self._planned, self.regions.not_taken
-        self.counts.num_dropped = len(planned.plan.dropped)  # only values that count
+        self.counts.num_dropped = planned.num_dropped  # only values that count
         num_calls = {module: spec.num_calls for module, spec in self._specs.items()}
         are_planned = self._place == len(self._shapes) and self.regions.num_calls == num_calls
         if not_taken:
