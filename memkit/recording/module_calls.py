@@ -323,10 +323,10 @@ def span_calls(noted: Sequence[NotedCall], aftermath: Aftermath) -> tuple[SpanCa
     found = list[SpanCall]()
     for wholes in places.values():
         module = noted[wholes[0]].module()
-        if module is None or not calls_in_turn(module):
+        if module is None or not calls_in_turn(module) or any(noted[place].stop is None for place in wholes):
             continue
-        rows = [[noted[place] for place in inside[place]] for place in wholes]
-        if not _are_in_turn(module, [noted[place] for place in wholes], rows):
+        rows, in_turn = [[noted[place] for place in inside[place]] for place in wholes], list(module.children())
+        if any([call.module() for call in row] != in_turn for row in rows):  # a child that occurs twice is called more often
             continue
         for first, stop in _spans_of(module, rows):
             children = [call.module for call in rows[0][first:stop]]
@@ -342,11 +342,6 @@ def span_calls(noted: Sequence[NotedCall], aftermath: Aftermath) -> tuple[SpanCa
                     span = replace(span, name=name, number=noted[parent].number, parent=parent, is_span=True)
                     found.append(SpanCall(span, bounds, reference))
     return tuple(sorted(found, key=lambda span: (span.calls[0], -span.calls[1])))
-
-
-def _are_in_turn(module: nn.Module, wholes: Sequence[NotedCall], rows: Sequence[Sequence[NotedCall]]) -> bool:
-    children = list(module.children())  # each once: a child that occurs twice is called more often
-    return all(call.stop is not None for call in wholes) and all([call.module() for call in row] == children for row in rows)
 
 
 def _spans_of(module: nn.Module, rows: Sequence[Sequence[NotedCall]]) -> Iterator[tuple[int, int]]:

@@ -60,11 +60,6 @@ class Replay:
     def run(self, op: int, in_place: Collection[int], storage_of: StorageOf) -> None:
         """Run an op; it may write over the made values `in_place`."""
         call = self.recording.calls[op]
-        self._repeat(call, op, in_place, storage_of)
-        if self.recording.originals is not None:
-            self._verify(op)
-
-    def _repeat(self, call: OpCall, op: int, in_place: Collection[int], storage_of: StorageOf) -> None:
         over = self._to_be_written(call, in_place, storage_of) if call.written else {}
         args = [_copied(argument) for argument in call.args]
         kwargs = {name: _copied(argument) for name, argument in (call.kwargs or {}).items()}
@@ -86,6 +81,8 @@ class Replay:
             if written in in_place:
                 made.pop(written, None)
             made[value] = over[written]
+        if self.recording.originals is not None:
+            self._verify(op)
 
     def _note_made(self, call: OpCall, value: int, storage: torch.UntypedStorage) -> None:
         if storage.nbytes() != call.outs_bytes[value - call.first]:

@@ -152,12 +152,7 @@ class RecordedForward(NumberedSaves):
             return
         if self.task != task:
             self._begin_backward(task)
-        self._note_use(record.value, node)
-
-    def note_last_use(self, record: Record) -> None:
-        self.walk.evictable.pop(record.value, None)
-
-    def _note_use(self, value: int, node: int) -> None:
+        value = record.value
         self.walk.note_request(value, node)
         self.uses.append(value)
         self.use_nodes.append(node)
@@ -168,6 +163,9 @@ class RecordedForward(NumberedSaves):
             self._anchors.release(self._anchors.last)  # no backward will ask for values made from it
         place = next((place for place in self._places.get(value, ()) if place >= self._now), None)
         self._now = self._now + 1 if place is None else place + 1
+
+    def note_last_use(self, record: Record) -> None:
+        self.walk.evictable.pop(record.value, None)
 
     def end_backward(self) -> None:
         pass

@@ -27,7 +27,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterator[bool]], list[i
 
     def start(refused: Iterator[bool]) -> list[int]:
         num_evictable: list[int] = []
-        repeat = replay.Replay._repeat
+        repeat = replay.Replay.run
 
         def repeat_or_refuse(run: replay.Replay, *args: Any) -> None:
             if next(refused, False):
@@ -35,7 +35,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterator[bool]], list[i
                 raise torch.OutOfMemoryError("injected: out of memory")
             repeat(run, *args)
 
-        monkeypatch.setattr(replay.Replay, "_repeat", repeat_or_refuse)
+        monkeypatch.setattr(replay.Replay, "run", repeat_or_refuse)
         return num_evictable
 
     return start
