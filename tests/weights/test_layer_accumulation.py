@@ -19,9 +19,7 @@ import memkit
 from memkit.core import backwards
 from memkit.device import Device, ReferenceDevice
 from memkit.weights.accumulation import Accumulation
-from memkit.weights.chunks import LayerChunk
 from memkit.weights.gradients import HostGradients, Made
-from memkit.weights.streaming import Streamer
 from tests.engine import LateThread
 from tests.gpus import ON_GPU
 from tests.weights.cases import WIDTH, Block, Stack, assert_same, in_order, inputs, results, reused
@@ -59,27 +57,6 @@ def _step(model: nn.Module, batches: Sequence[Tensor] | None = None) -> None:
         model(batch).square().mean().backward()
 
 
-@pytest.fixture
-def new_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has parameters have other nodes once they have left a slot, as where that is on another device than the host."""
-    leave, make = Streamer.leave, HostGradients.__init__
-
-    def leave_anew(streamer: Streamer, chunk: LayerChunk, **options: Any) -> None:
-        leave(streamer, chunk, **options)
-        if not chunk.uses:
-            for tensor in chunk.binding.tensors:
-                data = tensor.data
-                tensor.data = data.double()
-                tensor.data = data
-
-    def make_for_these(gradients: HostGradients, *given: Any, **options: Any) -> None:
-        make(gradients, *given, **options)
-        gradients._has_new_nodes = True
-
-    monkeypatch.setattr(Streamer, "leave", leave_anew)
-    monkeypatch.setattr(HostGradients, "__init__", make_for_these)
-
-
 def _noting(gradients: HostGradients, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return what has the name of each gradient that is taken, and "end" for each backward that has ended."""
     noted, take, finish = list[str](), gradients._take, gradients._finish
@@ -101,13 +78,6 @@ def _noting(gradients: HostGradients, monkeypatch: pytest.MonkeyPatch) -> list[s
 
 
 @pytest.mark.usefixtures("new_nodes")
-def test_parts_of_a_layer_that_runs_twice_are_added_before_what_was_there() -> None:
-    plain, model = _models(reused)
-    with _streaming(model, ReferenceDevice()):
-        _check(plain, model, _step)
-
-
-@pytest.mark.usefixtures("new_nodes")
 def test_gradient_of_a_layer_that_runs_twice_is_taken_once_all_parts_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
     def twice(layers: nn.ModuleList, x: Tensor) -> Tensor:
         return layers[0](layers[1](layers[2](layers[2](layers[3](x)))))
@@ -120,21 +90,6 @@ def test_gradient_of_a_layer_that_runs_twice_is_taken_once_all_parts_have_come(m
     layers = [int(name.split(".")[1]) if name != "end" else -1 for name in noted]
     num_each = len(list(Block().parameters()))
     assert layers == [layer for layer in (0, 1, 2) for _ in range(num_each)] + [3] * num_each + [-1]
-
-
-@pytest.mark.usefixtures("new_nodes")
-def test_gradient_is_held_while_another_graph_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, model = _models()
-    first, second = inputs(ReferenceDevice())
-
-    def step(model: nn.Module) -> None:
-        losses = [model(batch).square().mean() for batch in (first, second)]
-        losses[0].backward(retain_graph=True)
-        losses[1].backward()
-        (losses[0] * 2).backward()
-
-    with _streaming(model, ReferenceDevice()):
-        _check(plain, model, step)
 
 
 def test_gradients_of_some_parameters_alone() -> None:

@@ -25,15 +25,6 @@ def _model(device: Device, block: Callable[[], nn.Module] = Block, **options: An
     return Stack(block=block, **options).to(device.torch_device)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 6])
-@pytest.mark.parametrize("block", BLOCKS)
-def test_same_as_plainly(block: str, slots: int, device: Device) -> None:
-    stats = compare(Stack(block=BLOCKS[block]), device, offload_ratio=1.0, num_slots=slots)
-
-    assert stats.num_streamed == 6
-    assert stats.num_overflows == 0
-
-
 def test_bytes_that_stream_are_those_of_the_inner_tensors(device: Device) -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:

@@ -21,10 +21,8 @@ from memkit.transfer import arena
 from tests.gpus import ON_GPU
 from tests.refusing import PinLimit
 from tests.weights.cases import (
-    RUNS,
     Stack,
     assert_same,
-    compare,
     inputs,
     only_lora,
     run_step,
@@ -50,47 +48,6 @@ def _staging_threads() -> list[str]:
 
 
 # The same to the bit
-
-
-@pytest.mark.covering(2)
-@WARNS
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("run", ["in order", "reused", "branching", "reentrant checkpoint"])
-def test_frozen(run: str, slots: int, limit: PinLimit, device: Device) -> None:
-    stats = compare(only_lora(Stack(run=RUNS[run])), device, offload_ratio=1.0, num_slots=slots, num_steps=3)
-
-    assert stats.d2h_bytes == 0
-    assert stats.num_overflows == 0 or run == "branching" or slots == 1
-    assert not limit.pinned
-
-
-@WARNS
-@pytest.mark.parametrize("run", ["in order", "reused", "segments"])
-def test_host(run: str, limit: PinLimit, device: Device) -> None:
-    stats = compare(Stack(run=RUNS[run]), device, offload_ratio=1.0, train="host")
-
-    assert stats.d2h_bytes > 0
-    assert not limit.pinned
-
-
-@pytest.mark.covering(2)
-@WARNS
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("run", ["in order", "reused"])
-def test_fused(run: str, slots: int, limit: PinLimit, device: Device) -> None:
-    make, (batch,) = partial(torch.optim.AdamW, lr=0.01), inputs(device, 1)
-    model = Stack(run=RUNS[run]).to(device.torch_device)
-    plain = copy.deepcopy(model)
-    optimizer = make(plain.parameters())
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=slots, optimizer=make, device=device):
-        for step in range(5):
-            for one in (plain, model):
-                one(batch + step / 100).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            for name, tensor in plain.state_dict().items():
-                assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), (step, name)
-    assert not limit.pinned
 
 
 # One warning
