@@ -12,11 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -112,10 +108,7 @@ def check_same(make_optimizer: Make, build: Callable[[], nn.Module] = sharded, *
 @contextmanager
 def in_windows() -> Iterator[None]:
     """Have the large parameter be stepped in windows."""
-    with (
-        mock.patch.multiple(state_pieces, PIECE_BYTES=1200, WINDOW_NUMEL=256),
-        mock.patch.object(trial, "WINDOW_NUMEL", 256),
-    ):
+    with mock.patch.multiple(state_pieces, PIECE_BYTES=1200, WINDOW_NUMEL=256), mock.patch.object(trial, "WINDOW_NUMEL", 256):
         yield
 
 

@@ -29,16 +29,7 @@ from memkit.transfer import ReferenceDisk
 from tests.distributed import stepping
 from tests.distributed.cases import Model, assert_same, local, make, step
 from tests.distributed.hosting import on_host, racing
-from tests.distributed.stepping import (
-    OPTIMIZERS,
-    Spied,
-    late_gradients,
-    outcome,
-    raise_for,
-    spied,
-    train,
-    trained,
-)
+from tests.distributed.stepping import OPTIMIZERS, Spied, late_gradients, outcome, raise_for, spied, train, trained
 from tests.engine import LateThread
 from tests.states.edits import Program
 from tests.test_forks import RAISED, in_fork

@@ -151,11 +151,7 @@ def test_resumes_from_a_checkpoint_of_its_own_and_from_a_plain_one(make: Make, t
 @pytest.mark.parametrize("kind", [OneModel, TwoModels])
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"accumulate_grad_batches": 2, "max_epochs": 4},
-        {"gradient_clip_val": 0.5},
-        {"precision": "bf16-mixed"},
-    ],
+    [{"accumulate_grad_batches": 2, "max_epochs": 4}, {"gradient_clip_val": 0.5}, {"precision": "bf16-mixed"}],
     ids=["accumulation", "clipping", "bf16"],
 )
 def test_weights_are_those_of_the_plain_run_under_other_settings(

@@ -183,16 +183,8 @@ def test_training_without_an_optimizer_is_refused() -> None:
     ("options", "loop", "message"),
     [
         ({}, {"shards": "fsdp=..."}, "moves the optimizer's states, and so does fsdp=.... Use one of the two"),
-        (
-            {"overlap_forward": True},
-            {},
-            r"overlap_forward=True needs wait\(\) ahead of .* trainers read them to save. Leave",
-        ),
-        (
-            {"when": "backward"},
-            {"clips": "gradient_clip_val=1"},
-            "so that gradient_clip_val=1 finds none. Leave when= out",
-        ),
+        ({"overlap_forward": True}, {}, r"overlap_forward=True needs wait\(\) ahead of .* trainers read them to save. Leave"),
+        ({"when": "backward"}, {"clips": "gradient_clip_val=1"}, "so that gradient_clip_val=1 finds none. Leave when= out"),
         ({"when": "backward"}, {"scales": "fp16=True"}, "fp16=True scales them. Use bfloat16"),
         ({"when": "backward"}, {"accumulates": "accumulate_grad_batches=2"}, "accumulate_grad_batches=2 adds them up over sev"),
         ({"when": "backward"}, {"num_processes": 2}, "before 2 processes have reduced them. Leave when= out"),

@@ -15,17 +15,7 @@ from torch import Tensor, nn
 import memkit
 from memkit.core import torch_private
 from memkit.device import Device, ReferenceDevice
-from tests.weights.cases import (
-    WIDTH,
-    Stack,
-    assert_same,
-    in_order,
-    inputs,
-    results,
-    run_step,
-    stack,
-    streamed,
-)
+from tests.weights.cases import WIDTH, Stack, assert_same, in_order, inputs, results, run_step, stack, streamed
 
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 

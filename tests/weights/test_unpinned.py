@@ -20,14 +20,7 @@ from memkit.device import Device, Stream
 from memkit.transfer import arena
 from tests.gpus import ON_GPU
 from tests.refusing import PinLimit
-from tests.weights.cases import (
-    Stack,
-    assert_same,
-    inputs,
-    only_lora,
-    run_step,
-    streamed,
-)
+from tests.weights.cases import Stack, assert_same, inputs, only_lora, run_step, streamed
 
 pytestmark = pytest.mark.slow
 
@@ -91,19 +84,6 @@ def test_warns_once_when_memory_is_needed_later(device: Device, monkeypatch: pyt
         kept.clear()
     assert ["the system did not pin" in str(warning.message) for warning in caught] == [True]
     assert not limit.pinned
-
-
-def test_warning_that_is_an_error_leaves_the_model_as_it_was(limit: PinLimit, device: Device) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
-
-    with pytest.raises(UserWarning, match="the system did not pin"):
-        memkit.LayerOffload(model, offload_ratio=1.0, device=device)
-
-    assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
-    assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
-    assert not limit.pinned
-    assert not _staging_threads()
 
 
 # Closing
