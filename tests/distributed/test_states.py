@@ -241,6 +241,25 @@ def test_a_step_that_fails_is_made_again(failing: Callable[..., None], options: 
             assert torch.equal(one.to_local(), other.to_local())
 
 
+def test_a_shard_that_was_stepped_in_part_is_not_gone_on_with(failing: Callable[..., None]) -> None:
+    """Whatever its gradient is by then."""
+    parameter = _shard(torch.randn(40, 26))
+    optimizer = Failing([parameter], lr=1e-2)
+    with in_windows(), offload(optimizer) as states:
+        assert states.plan.pieces[0].windows
+        _step(optimizer)
+        failing(2, 3)
+        with pytest.raises((ValueError, StateOffloadError)):
+            _step(optimizer)
+        failing()
+        parameter.grad.mul_(2)  # moves the version of the shard, not that of its local tensor
+
+        with pytest.raises(StateOffloadError, match=r"the step was broken off within parameter 0\.0: a part of the parameter"):
+            optimizer.step()
+        with pytest.warns(UserWarning, match="a part of the parameter"):
+            states.close()
+
+
 # Refusals
 
 
