@@ -400,7 +400,7 @@ BEGINNINGS: dict[str, tuple[Callable[[Device, pytest.MonkeyPatch], dict[str, Any
 
 @pytest.mark.parametrize("what", BEGINNINGS)
 def test_what_cannot_begin_leaves_the_model_as_it_was(what: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails, error, message = BEGINNINGS[what]
+    (fails, error, message), num_threads = BEGINNINGS[what], num_own_threads()
     model = stack().to(device.torch_device)
     plain, batches = copy.deepcopy(model), inputs(device)
     storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
@@ -412,6 +412,6 @@ def test_what_cannot_begin_leaves_the_model_as_it_was(what: str, device: Device,
     if what != "device memory":  # which is taken last: layers have left, and come back
         assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
     assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
-    assert not num_own_threads()
+    assert num_own_threads() <= num_threads
     assert_same(run_step(model, batches), run_step(plain, batches))
     memkit.LayerOffload(model, offload_ratio=1.0, device=device).close()

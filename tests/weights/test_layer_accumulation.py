@@ -61,8 +61,8 @@ def _noting(gradients: HostGradients, monkeypatch: pytest.MonkeyPatch) -> list[s
     """Return what has the name of each gradient that is taken, and "end" for each backward that has ended."""
     noted, take, finish = list[str](), gradients._take, gradients._finish
 
-    def note(made: Sequence[Made]) -> None:
-        noted.extend(one.streamed.name for one in made)
+    def note(made: Made) -> None:
+        noted.extend(streamed.name for streamed in made)
         take(made)
 
     def note_end(has_failed: bool) -> None:
