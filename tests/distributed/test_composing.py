@@ -6,7 +6,6 @@ On two ranks see test_two_ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -35,15 +34,11 @@ from tests.distributed.composing import (
     check_same,
     check_whole_layers,
 )
-from tests.distributed.groups import group_of_one
 
-pytestmark = pytest.mark.filterwarnings("ignore:Rematerialize .* cannot be kept to", "ignore:MemoryBudget")
-
-
-@pytest.fixture(autouse=True)
-def one() -> Iterator[None]:
-    with group_of_one():
-        yield
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Rematerialize .* cannot be kept to", "ignore:MemoryBudget"),
+    pytest.mark.usefixtures("one"),
+]
 
 
 @pytest.mark.core(1)

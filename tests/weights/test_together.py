@@ -160,29 +160,6 @@ def test_hooks_of_the_user_inside_of_a_layer_that_keep_what_they_are_given(devic
     assert stats.num_overflows > 0
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_inside_of_a_layer_inside_of_another(use_reentrant: bool, device: Device) -> None:
-    class Inside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.ModuleList(Block() for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.inner:
-                x = checkpoint(block, x, use_reentrant=use_reentrant)
-            return x
-
-    model = only_lora(Stack(2, block=Inside))
-
-    compare(
-        model,
-        device,
-        layers=[f"layers.{outer}.inner.{inner}" for outer in (0, 1) for inner in (0, 1)],
-        offload_ratio=1.0,
-        num_slots=1,
-    )
-
-
 def test_profile_of_a_model_that_streams(device: Device) -> None:
     with streamed(only_lora(Stack()), device, num_slots=2) as (model, plain, batches, _):
         for where in (None, "meta"):
