@@ -265,7 +265,7 @@ class Forwards(NotCopied):
     def _begin_backward(self, chunk: LayerChunk, _: object, __: object) -> None:
         if self._timing is not None:
             self._timing.begin_layer(chunk.name)
-        if chunk.is_on_host and not chunk.uses:
+        if chunk.is_on_host and not chunk.uses and not chunk.binding.check_unchanged(in_modules=False):
             adopt(chunk, may_replace=False)
         if self._gradients is not None:
             self._gradients.begin_backward(chunk)

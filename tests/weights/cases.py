@@ -180,6 +180,17 @@ def assert_same(found: Result, expected: Result) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        raise type(ctx.error)(*ctx.error.args)  # a new one: it holds the frames, and so the graph
+
+
 @contextmanager
 def new_nodes() -> Iterator[None]:
     """Have parameters have other nodes once they have left a slot, as where that is on another device than the host."""

@@ -23,7 +23,18 @@ from memkit.weights import shares as choice_module
 from memkit.weights.host_copies import DevicePlacement
 from memkit.weights.shares import StepTimes, plan_measured
 from tests.clock import Clock, set_clock
-from tests.weights.cases import WIDTH, Stack, assert_same, checkpointed, inputs, only_lora, run_step, stack, streamed
+from tests.weights.cases import (
+    WIDTH,
+    FailsBackward,
+    Stack,
+    assert_same,
+    checkpointed,
+    inputs,
+    only_lora,
+    run_step,
+    stack,
+    streamed,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -360,16 +371,6 @@ def test_all_go_on_streaming_where_the_device_has_no_room(
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise RuntimeError("body")
-
-
 @pytest.mark.usefixtures("half")
 @pytest.mark.parametrize("where", ["forward", "sampling", "backward"])
 def test_step_that_fails_is_not_the_one_that_counts(where: str, device: Device) -> None:
@@ -379,7 +380,7 @@ def test_step_that_fails_is_not_the_one_that_counts(where: str, device: Device) 
         for layer in layers:
             x = layer(x)
             if layer is layers[1]:
-                x = _Fails.apply(x) if where == "backward" else layers[2](x[:, :1])
+                x = FailsBackward.apply(x, RuntimeError("body")) if where == "backward" else layers[2](x[:, :1])
         return x
 
     with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import memkit
 from memkit.core import torch_private
 from memkit.device import Device, ReferenceDevice
-from tests.weights.cases import WIDTH, Stack, assert_same, in_order, inputs, results, run_step, stack, streamed
+from tests.weights.cases import WIDTH, FailsBackward, Stack, assert_same, in_order, inputs, results, run_step, stack, streamed
 
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
@@ -105,22 +105,12 @@ def test_grad_returns_gradients_and_leaves_grad_alone(device: Device) -> None:
             assert _same(one.grad, other.grad)
 
 
-class _Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        raise ArithmeticError("the test's own")
-
-
 def test_backward_that_fails_leaves_gradients_with_all_or_nothing_of_it(device: Device) -> None:
     fails, left = False, []
 
     def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
         x = in_order(layers[:2], x)  # type: ignore[arg-type]
-        return in_order(layers[2:], _Failing.apply(x) if fails else x)  # type: ignore[arg-type]
+        return in_order(layers[2:], FailsBackward.apply(x, ArithmeticError("of the test")) if fails else x)  # type: ignore[arg-type]
 
     plain = Stack(4, run=run).to(device.torch_device)
     model = copy.deepcopy(plain)
