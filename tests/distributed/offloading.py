@@ -50,10 +50,6 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True)
 
 
-def momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, foreach=True)
-
-
 def offload(optimizer: Optimizer, **options: Any) -> memkit.StateOffload:
     return memkit.StateOffload(optimizer, device=ReferenceDevice(), **options)
 
@@ -184,9 +180,7 @@ OFTEN: dict[str, Work] = {
 }
 FULL: dict[str, Work] = {
     "AdamW, some stay": functools.partial(on_two, adamw, device_budget="20KiB"),
-    "AdamW, device, windows": functools.partial(on_two, adamw, is_cut=True),
     "AdamW, host, windows": functools.partial(on_two, adamw, is_cut=True, update="host"),
-    "SGD, device": functools.partial(on_two, momentum),
     "on a disk": on_disk,
     "on two axes": on_two_axes,
 }

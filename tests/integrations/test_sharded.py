@@ -30,8 +30,7 @@ def test_features_keep_the_bits(found: Found, trainer: str) -> None:
         assert not isinstance(outcome, Failed), f"rank {rank}: {outcome}"
         for name in sharded.FEATURES:
             moved = [number for key, number in outcome[name].items() if "moved" in key or "recomputed" in key]
-            assert sum(moved) > 0 or name == "MemoryBudget"  # whose last step may be one that plans
-            assert outcome[name]
+            assert sum(moved) > 0
 
 
 @pytest.mark.parametrize(
