@@ -170,10 +170,8 @@ class Failing:
 @WARNS
 @pytest.mark.parametrize("num_left", [0, 7])
 def test_copy_to_the_device_fails(num_left: int, limit: PinLimit, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
     num_left = num_left if limit.limit_bytes else num_left // 5
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
+    with streamed(only_lora(Stack()), device) as (model, plain, batches, offload):
         with monkeypatch.context() as patch:
             Failing(device, patch, is_out=False, num_left=num_left)
             with pytest.raises(RuntimeError, match="the link is down"):
