@@ -20,7 +20,7 @@ from memkit.device import Device, Stream
 from memkit.transfer import arena
 from tests.gpus import ON_GPU
 from tests.refusing import PinLimit
-from tests.weights.cases import Stack, assert_same, inputs, only_lora, run_step, streamed
+from tests.weights.cases import TRAIN, Stack, assert_same, inputs, only_lora, run_step, stack, streamed
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +48,7 @@ def _staging_threads() -> list[str]:
 
 @pytest.mark.parametrize("train", ["frozen", "host"])
 def test_warns_once_when_it_is_made(train: str, limit: PinLimit, device: Device) -> None:
-    model = Stack().to(device.torch_device)
-    model = only_lora(model) if train == "frozen" else model
+    model = stack(train, 6).to(device.torch_device)
     way = "go straight from and to it" if limit.limit_bytes == 0 else r"go through 4 buffers of 1.00 KiB"
 
     with warnings.catch_warnings(record=True) as caught:
@@ -69,10 +68,8 @@ def test_warns_once_when_it_is_made(train: str, limit: PinLimit, device: Device)
 
 def test_warns_once_when_memory_is_needed_later(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = PinLimit(device, monkeypatch, 100 * PAGE)
-    model = Stack().to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    expected = run_step(plain, batches)
-    with memkit.LayerOffload(model, num_resident=0, device=device, train="host"):
+    with streamed(Stack(), device, train="host") as (model, plain, batches, _):
+        expected = run_step(plain, batches)
         limit.limit_bytes = sum(limit.pinned.values())
         kept = []
         with warnings.catch_warnings(record=True) as caught:
@@ -92,10 +89,9 @@ def test_warns_once_when_memory_is_needed_later(device: Device, monkeypatch: pyt
 @pytest.mark.slow
 @WARNS
 @pytest.mark.parametrize("device", ["late", *ON_GPU], indirect=True)
-@pytest.mark.parametrize("train", ["frozen", "host", "fused"])
+@pytest.mark.parametrize("train", TRAIN)
 def test_nothing_is_left_by_opening_and_closing(train: str, limit: PinLimit, device: Device) -> None:
-    model = Stack().to(device.torch_device)
-    model = only_lora(model) if train == "frozen" else model
+    model = stack(train, 6).to(device.torch_device)
     optimizer = partial(torch.optim.SGD, lr=0.0) if train == "fused" else None
     counter, batch = device.memory_counter(), inputs(device)[0]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -206,13 +202,12 @@ def test_gradient_does_not_come_to_the_host(
 @WARNS
 @pytest.mark.usefixtures("limit")
 def test_weights_that_were_not_written_back_are_not_read(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Stack().to(device.torch_device)
-    make = partial(torch.optim.SGD, lr=0.1)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device, optimizer=make):
+    down = pytest.raises(RuntimeError, match="the link is down")
+    with streamed(Stack(), device, **TRAIN["fused"]) as (model, _, (batch, _), _):
         with monkeypatch.context() as patch:
             Failing(device, patch, is_out=True, num_left=0)
-            with pytest.raises(RuntimeError, match="the link is down"):
-                model(inputs(device)[0]).sum().backward()
+            with down:
+                model(batch).sum().backward()
 
-        with pytest.raises(RuntimeError, match="the link is down"):
-            model(inputs(device)[0])
+        with down:
+            model(batch)
