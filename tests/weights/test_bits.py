@@ -445,11 +445,18 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+_OFTEN = ("adjoint", "host"), ("sparse first", "host")
+
+
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk of memory")  # of cuDNN
-@slow
 @pytest.mark.parametrize(
     ("block", "train"),
-    [(block, train) for block in BLOCKS for train in TRAIN if block != "odd" or train == "frozen"],  # its copies are less odd
+    [
+        pytest.param(block, train, marks=() if (block, train) in _OFTEN else slow)
+        for block in BLOCKS
+        for train in TRAIN
+        if block != "odd" or train == "frozen"
+    ],  # its copies are less odd
 )
 def test_layers_of_many_kinds(block: str, train: str, device: Device) -> None:
     stats = compare(stack(train, block=BLOCKS[block]), device, step=_step_of(train), num_slots=2, **TRAIN[train])
