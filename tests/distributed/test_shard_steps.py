@@ -466,14 +466,8 @@ def test_failure_is_told_behind_what_fsdp_reduces_at_the_end(one: None) -> None:
 def test_interrupt_of_the_wait_leaves_nothing_half_way(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = on_host(make())
     expected = train(plain, spied(plain))
-<<<<<<< HEAD
-    model = on_host(make())
-    optimizer, states = spied_states(model)
-    wait, is_over = ShardSteps._wait_for_thread, False
-=======
     model, optimizer, states = spied_model()
-    wait, is_over = ShardThread.wait, False
->>>>>>> wt-f
+    wait, is_over = ShardSteps._wait_for_thread, False
 
     def interrupted(steps: ShardSteps) -> None:
         nonlocal is_over
