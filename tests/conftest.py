@@ -41,7 +41,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same in processes that test
 
 _WITH_FEW_LAYERS = ("weights", "bench", "profile")
 """Where tests stream so few layers that all of them fit the slots. What `LayerOffload` says to that is tested in
-tests/weights/test_no_use.py."""
+tests/weights/test_bad_input.py."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

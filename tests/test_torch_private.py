@@ -107,7 +107,7 @@ USES: dict[str, Callable[[], object]] = {
     "unscale_grads": lambda: scaler.GradScaler("cpu")._unscale_grads_(None, torch.ones(1), torch.ones(1), False),  # type: ignore[arg-type]
     "op_of_custom": lambda: torch_private.op_of_custom(Replica()),  # type: ignore[arg-type]  # no op, on purpose
     "packet_name": lambda: name_of(torch.ops.aten.mul),
-    "higher_order_effect": lambda: ops._has_effect(torch.ops.aten.mul.Tensor),
+    "higher_order_effect": lambda: torch_private.higher_order_effect(torch.ops.aten.mul.Tensor),
     "sparse_indices": lambda: list(storages_of(torch.eye(2).to_sparse())),
     "sparse_values": lambda: list(storages_of(torch.eye(2).to_sparse())),
     "make_subclass": lambda: run.MetaTwins().of(nn.Parameter(torch.ones(1))),

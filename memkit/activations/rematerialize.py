@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ class Rematerialize(RecordedContext):
 
                 steady = open_layers_again(state, self._options, hooks)
             self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)
-            entry.recording = steady or open_recording(self.tag, self._options, outer=hooks, settles=True)
+            entry.recording = steady or open_recording(self.tag, self._options, outer=hooks)
             entry.recording.model = None if self._model is None else self._model()
             entry.unasked = remat_states[self.tag].unasked
             entry.begin(None if steady is None else steady.pair)
@@ -213,25 +214,22 @@ class Rematerialize(RecordedContext):
         state = RematState("min_budget")
         device = CpuDevice(torch.device("meta"))
         everything = Rematerialize(1.0, state.tag, score=score, min_bytes=min_bytes, device=device, pure_ops=pure_ops)
-        run_without_data(step, target, _Within(state, everything._options))
+        run_without_data(step, target, _recorded(state, everything._options))
         trace = state.traces.latest
         return 0 if trace is None or trace.ops is None else trace.ops.planner(score).walks.smallest().peak_bytes
 
 
-class _Within:
+@contextmanager
+def _recorded(state: RematState, options: RematOptions) -> Iterator[None]:
     """`Rematerialize` for a state of its own, without a tag."""
-
-    def __init__(self, state: RematState, options: RematOptions) -> None:
-        self._state = state
-        self._options = options
-
-    def __enter__(self) -> None:
-        self._entry = Entry("Rematerialize", self._state.tag, is_last=True, block=None)
-        self._entry.recording = RecordingStage(self._state, self._options)
-        self._entry.begin()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._entry.end(has_failed=kind is not None)
+    entry, has_failed = Entry("Rematerialize", state.tag, is_last=True, block=None), True
+    entry.recording = RecordingStage(state, options)
+    entry.begin()
+    try:
+        yield
+        has_failed = False
+    finally:
+        entry.end(has_failed=has_failed)
 
 
 report_from(Rematerialize.__name__, tags=lambda: list(remat_states), figures=remat_figures)

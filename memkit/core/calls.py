@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -148,7 +147,12 @@ def _end(call: Call, ending: Ending) -> None:
 def _stack() -> set[FrameType]:
     """Return the frames on the stack, but for this one and the caller's: a frame that held itself would keep the others
     alive."""
-    return {frame for frame, _ in walk_stack(sys._getframe(1).f_back)}
+    stack = set[FrameType]()
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        stack.add(frame)
+        frame = frame.f_back
+    return stack
 
 
 Code = Callable[..., Any]

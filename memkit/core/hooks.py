@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_stack
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -397,4 +397,7 @@ def in_checkpoint() -> bool:
     if torch.is_grad_enabled():
         return False
     reentrant = torch.utils.checkpoint.CheckpointFunction.forward.__code__
-    return any(frame.f_code is reentrant for frame, _ in walk_stack(sys._getframe(1)))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not reentrant:
+        frame = frame.f_back
+    return frame is not None

@@ -39,7 +39,7 @@ class SpanReference:
     def __init__(
         self, whole: weakref.ref[nn.Module], children: Sequence[weakref.ref[nn.Module]], first: int, size: int
     ) -> None:
-        self._whole, self._children = whole, tuple(children)
+        self._whole, self.children = whole, tuple(children)
         self._first, self._size = first, size
         self._made: weakref.ref[SequentialSpan] | None = None
 
@@ -49,8 +49,8 @@ class SpanReference:
         if whole is None or not calls_in_turn(whole):
             return None
         children = tuple(whole)
-        there = children[first : first + len(self._children)]
-        is_same = len(children) == self._size and all(map(is_, there, map(weakref.ref.__call__, self._children)))
+        there = children[first : first + len(self.children)]
+        is_same = len(children) == self._size and all(map(is_, there, map(weakref.ref.__call__, self.children)))
         return whole if is_same else None
 
     def __call__(self) -> nn.Module | None:
@@ -59,7 +59,7 @@ class SpanReference:
             return None
         span = None if self._made is None else self._made()
         if span is None:
-            span = SequentialSpan(whole, self._first, self._first + len(self._children))
+            span = SequentialSpan(whole, self._first, self._first + len(self.children))
             self._made = weakref.ref(span)
         return span
 
@@ -68,9 +68,9 @@ class SpannedForward:
     """The forward of a `Sequential` that calls spans: see [Note: spans]."""
 
     def __init__(self, whole: nn.Sequential, spans: Iterable[SequentialSpan]) -> None:
-        self._whole, self._children = whole, tuple(whole)
+        self._whole, self.children = whole, tuple(whole)
         waiting = sorted(spans, key=lambda span: (-span.place[0], span.place[1]))
-        self._parts = self._arranged(0, len(self._children), waiting)
+        self._parts = self._arranged(0, len(self.children), waiting)
 
     def _arranged(self, first: int, stop: int, waiting: list[SequentialSpan]) -> list[nn.Module]:
         found: list[nn.Module] = []
@@ -85,7 +85,7 @@ class SpannedForward:
                         del span[:]
                         span.extend(inside)
             else:
-                found.append(self._children[first])
+                found.append(self.children[first])
                 first += 1
         return found
 
@@ -96,7 +96,7 @@ class SpannedForward:
 
     def _run(self, module: nn.Module, code: Code, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         children = tuple(self._whole)
-        is_same = len(children) == len(self._children) and all(map(is_, children, self._children))
+        is_same = len(children) == len(self.children) and all(map(is_, children, self.children))
         if not is_same or len(args) != 1 or kwargs:
             return code(*args, **kwargs)
         (found,) = args

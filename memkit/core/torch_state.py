@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -121,7 +120,10 @@ def in_differentiating_transform() -> bool:
 def is_below_transform() -> bool:
     """Tell whether a transform of `torch.func`, or a batched backward, runs in this thread, also where an op has come through
     all of its layers, so that `functorch_stack` is None."""
-    return any(frame.f_globals.get("__name__") in torch_private.TRANSFORMS for frame, _ in walk_stack(sys._getframe(1)))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") not in torch_private.TRANSFORMS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def num_users(storage: torch.UntypedStorage) -> int:
@@ -155,8 +157,10 @@ def dynamo_is_loaded() -> bool:
 def in_compiled_function() -> bool:
     """Tell whether the caller runs inside a compiled function, or one that a dispatch mode makes run as plain Python. Slow on a
     deep stack."""
-    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
-    return any((frame.f_globals.get("__name__"), frame.f_code.co_name) == torch_private.COMPILED_CALLER for frame in frames)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) != torch_private.COMPILED_CALLER:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_saved_by_compiled_code() -> bool:

@@ -116,15 +116,6 @@ class LightningFeatures:
         if trainer.loggers and every and trainer.global_step % every == 0 and self._features.is_on:
             pl_module.log_dict(self._features.figures(), on_step=True, on_epoch=False, batch_size=1)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._end()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._end()
-
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the optimizer states out of the checkpoint if some are to be in host memory: Lightning would move all of them to
         the device. `on_train_start` loads them where they belong."""
@@ -149,12 +140,14 @@ class LightningFeatures:
         is_one = len(found) == 1 and not any(True for _ in pl_module.parameters(recurse=False))
         return found[0] if is_one and not isinstance(found[0], nn.ModuleList | nn.ModuleDict) else None
 
-    def _end(self) -> None:
+    def _end(self, *_: Any, **__: Any) -> None:
         self._features.end()
         self._features.end_states()
         if self._step is not None:
             self._step.remove()
             self._step = None
+
+    on_fit_end = on_exception = teardown = _end
 
 
 class _Step(nn.Module):

@@ -24,33 +24,24 @@ _MAX_COSTS = 8192
 class OpCosts:
     def __init__(self) -> None:
         self.device: Device | None = None
-        self.measured_s: dict[CostKey, float] = {}
-        self.guessed_s: dict[CostKey, float] = {}
+        self.known_s: dict[CostKey, float] = {}
+        """Measured, or guessed until then."""
         self._ceilings: Ceilings | None = None
 
     def estimate_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
         key = cost_key(func, args, results)
-        seconds = self.measured_s.get(key) or self.guessed_s.get(key)
+        seconds = self.known_s.get(key)
         if seconds is None:
-            seconds = self._guess_s(func, args, results)
-            _remember(self.guessed_s, {key: seconds})
+            if self._ceilings is None and self.device is not None and self.device.torch_device.type != "meta":
+                self._ceilings = measure_ceilings(self.device)
+            seconds = (self._ceilings or GUESSED).estimate_s(func, args, results)
+            self.learn({key: seconds})
         return seconds
 
-    def _guess_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
-        if self._ceilings is None:
-            if self.device is None or self.device.torch_device.type == "meta":
-                return GUESSED.estimate_s(func, args, results)
-            self._ceilings = measure_ceilings(self.device)
-        return self._ceilings.estimate_s(func, args, results)
-
     def learn(self, found: dict[CostKey, float]) -> None:
-        _remember(self.measured_s, found)
-
-
-def _remember(costs_s: dict[CostKey, float], found: dict[CostKey, float]) -> None:
-    costs_s.update(found)
-    while len(costs_s) > _MAX_COSTS:
-        del costs_s[next(iter(costs_s))]
+        self.known_s.update(found)
+        while len(self.known_s) > _MAX_COSTS:
+            del self.known_s[next(iter(self.known_s))]
 
 
 _NUM_MEASURED = 100

@@ -150,10 +150,10 @@ def num_writes(recording: Recording, value: int) -> float:
         maker = recording.lineage.maker[value]
         if maker != NO_OP:
             call = recording.calls[maker]
-            place = value - call.first - (0 if call.notes is None else len(call.notes.places))
-            if call.notes is None or place < 0:
+            place = value - call.first - len(call.places)
+            if place < 0:
                 return found
-            before = call.notes.written[place]
+            before = call.written[place]
         elif expected is None or value not in expected.unmade:
             return math.inf
         elif value in expected.over:

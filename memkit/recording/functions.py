@@ -89,7 +89,9 @@ class FunctionCall:
     """The number of the returned value; -1 if the call did not make it or nothing needs it."""
     num_bytes: int = 0
     calls: tuple[OpCall, ...] = ()
-    inputs: tuple[Input, ...] = ()
+    inputs: tuple[Input, ...] | None = ()
+    """None if its recorded ops must always be seen."""
+    saves: range = range(0)
     is_recorded: bool = False
     """A recorded op makes the returned value."""
 
@@ -226,17 +228,17 @@ class QuietFunctions(FunctionMode):
             return False
         is_alike = (not kwargs or "out" not in kwargs) if call.flags is None else flags_of(args, kwargs) == call.flags
         try:
-            return is_alike and (not call.inputs or self._take_arguments(call, tensors_in(args)))
+            return is_alike and (not call.inputs or self._take_arguments(call.inputs, call.calls, tensors_in(args)))
         except RuntimeError:  # a tensor wraps another
             return False
 
-    def _take_arguments(self, call: FunctionCall, tensors: Sequence[Tensor]) -> bool:
+    def _take_arguments(self, inputs: Sequence[Input], calls: Sequence[OpCall], tensors: Sequence[Tensor]) -> bool:
         """Number the roots that a function gets; tell whether it gets the expected values."""
         recording, roots = self._recorder.recording, []
         expected, current = recording.expected, recording.current
-        if expected is None or len(tensors) != len(call.inputs):
+        if expected is None or len(tensors) != len(inputs):
             return False
-        for tensor, (value, geometry, is_root, is_read) in zip(tensors, call.inputs, strict=True):
+        for tensor, (value, geometry, is_root, is_read) in zip(tensors, inputs, strict=True):
             if Geometry.of(tensor) != geometry:
                 return False
             if is_read:
@@ -250,7 +252,7 @@ class QuietFunctions(FunctionMode):
                 else:
                     return False
         if roots:
-            recording.num_values = call.calls[0].first  # first: so no other value has one of these numbers, whatever comes
+            recording.num_values = calls[0].first  # first: so no other value has one of these numbers, whatever comes
             with torch_private.without_python_dispatch():
                 for tensor, value in roots:
                     expected.add_root(recording, tensor, value)
@@ -309,21 +311,12 @@ def may_be_quiet(ops: Sequence[Any]) -> bool:
     return all(map(torch_private.known, names)) and all(hasattr(op, "overloadpacket") for op in set(ops))
 
 
-class _NotedFunction(NamedTuple):
-    saves: range
-    inputs: tuple[Input, ...] | None
-    """None if its recorded ops must always be seen."""
-    is_whole: bool
-    """Its flags say all that may make a difference."""
-
-
 class FunctionNotes(FunctionMode):
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.num_saves = 0
         self._recording = recording
         self._calls: list[FunctionCall] = []
-        self._noted: list[_NotedFunction] = []
         self._num_asked = self._num_modes = 0
         self._is_whole = True
 
@@ -353,8 +346,7 @@ class FunctionNotes(FunctionMode):
             except RuntimeError:  # they wrap other tensors, as the batches of `torch.vmap` do
                 inputs, result, num_bytes, may_write = None, -1, 0, True
         call = FunctionCall(func, not may_write, begin, ops, first, recording.num_values, flags, result, num_bytes)
-        self._calls.append(call)
-        self._noted.append(_NotedFunction(range(num_saves, self.num_saves), inputs, has_flags(func)))
+        self._calls.append(replace(call, inputs=inputs, saves=range(num_saves, self.num_saves)))
         return results
 
     def _inputs(self, args: tuple[Any, ...]) -> tuple[Input, ...]:
@@ -392,43 +384,40 @@ class FunctionNotes(FunctionMode):
                     if value not in roots:
                         readers.setdefault(value, set()).add(place)
         found = []
-        for place, (call, noted) in enumerate(zip(self._calls, self._noted, strict=True)):
+        for place, call in enumerate(self._calls):
             inside = range(call.begin, call.begin + len(call.ops))
             asked = {value for value in range(call.first, call.made) if readers.get(value, set()) - {place}}
-            is_later = asked <= {call.result} and asked.isdisjoint(saves[save] for save in noted.saves)
+            is_later = asked <= {call.result} and asked.isdisjoint(saves[save] for save in call.saves)
             calls = [recorded[op] for op in inside if not ops[op].is_skipped]
             again = [each for each in calls if each is not None and _is_alike(each)]
             may_skip = is_later and len(again) == len(calls) and not any(ops[op].is_writer for op in inside)
-            if not inside or not call.is_quiet or not may_skip or not self._are_given(call, noted, again):
+            if not inside or not call.is_quiet or not may_skip or not self._are_given(call, again):
                 call = replace(call, is_quiet=False, flags=None, result=-1)
             elif again:
                 is_recorded = any(each.first <= call.result < each.first + len(each.outs_bytes) for each in again)
-                call = replace(call, calls=tuple(again), inputs=self._marked(noted, again), is_recorded=is_recorded)
+                given, read = call.inputs or (), _read_by(again)
+                inputs = tuple(each._replace(is_root=each.value in roots, is_read=each.value in read) for each in given)
+                call = replace(call, calls=tuple(again), inputs=inputs, is_recorded=is_recorded)
             else:
-                flags, result = call.flags if noted.is_whole else None, call.result if asked else -1
-                call = replace(call, flags=flags, result=result, inputs=noted.inputs or () if asked else ())
+                flags, result = call.flags if has_flags(call.func) else None, call.result if asked else -1
+                call = replace(call, flags=flags, result=result, inputs=call.inputs if asked else ())
             found.append(call)
         num_spared = sum(len(call.ops) for call in found if call.is_quiet)
         return tuple(found) if _PER_OP * num_spared > len(found) else ()
 
-    def _are_given(self, call: FunctionCall, noted: _NotedFunction, calls: Sequence[OpCall]) -> bool:
+    def _are_given(self, call: FunctionCall, calls: Sequence[OpCall]) -> bool:
         """Tell whether a function's recorded ops read only its inputs and values made in it."""
-        if noted.inputs is None:
+        if call.inputs is None:
             return not calls
-        given = {each.value for each in noted.inputs}
+        given = {each.value for each in call.inputs}
         made = {value for value in range(call.first, call.made) if value not in self._recording.roots}
         return _read_by(calls) - made <= given
-
-    def _marked(self, noted: _NotedFunction, calls: Sequence[OpCall]) -> tuple[Input, ...]:
-        read = _read_by(calls)
-        roots = self._recording.roots
-        return tuple(Input(each.value, each.geometry, each.value in roots, each.value in read) for each in noted.inputs or ())
 
 
 def _is_alike(call: OpCall) -> bool:
     """Tell whether a recorded op always does the same and writes to nothing."""
-    notes = call.notes
-    return notes is None or not (notes.written or notes.kind.written or notes.kind.statistics or notes.kind.is_random)
+    kind = call.kind
+    return kind is None or not (call.written or kind.written or kind.statistics or kind.is_random)
 
 
 def _read_by(calls: Sequence[OpCall]) -> set[int]:

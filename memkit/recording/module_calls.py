@@ -10,11 +10,11 @@ import types
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,24 +30,22 @@ from memkit.recording.recording import Recording
 
 
 class Aftermath:
-    """The last reader of each value of a finished forward, and the writers of each storage."""
+    """The last reader of each value of a finished forward, the writers of each storage, and the noted calls of each module."""
 
-    def __init__(self, recording: Recording, given: Iterable[tuple[int, frozenset[int]]]) -> None:
+    def __init__(self, recording: Recording, noted: Iterable[NotedCall]) -> None:
         recording.sync()
-        self._last_read = {value: op for op, ins in enumerate(recording.lineage.ins) for value in ins}
-        self._writes: dict[int, list[int]] = {}
+        self.recording = recording
+        self.last_read = {value: op for op, ins in enumerate(recording.lineage.ins) for value in ins}
+        self.writes: dict[int, list[int]] = {}
+        """By address, the numbers of the writing ops among all ops, from 1 on."""
         for func, address, _ in recording.effects:
-            self._writes.setdefault(address, []).append(func)
-        for op, values in given:
-            for value in values:
-                self._last_read[value] = max(op, self._last_read.get(value, op))
-
-    def reads(self, values: Iterable[int], after: int) -> bool:
-        return any(self._last_read.get(value, -1) >= after for value in values)
-
-    def writes(self, address: int, after: int) -> list[int]:
-        """Return the ops that write to a storage, by their numbers among all ops, from 1 on."""
-        return [func for func in self._writes.get(address, ()) if func > after]
+            self.writes.setdefault(address, []).append(func)
+        self.alike: dict[int, list[NotedCall]] = {}
+        """By the identity of the weak reference that the calls of a module share, since the module may be gone."""
+        for call in noted:
+            self.alike.setdefault(id(call.module), []).append(call)
+            for value in call.given:
+                self.last_read[value] = max(call.begin.op, self.last_read.get(value, call.begin.op))
 
 
 _NUMBERS = (int, float, complex, bool, str, bytes, type(None))
@@ -60,18 +58,28 @@ WRITES = "an op in it writes to what was there before"
 """Rules out a call as a region, but not its enclosing call."""
 
 
+class _Begin(NamedTuple):
+    """The next number of each kind when a call begins."""
+
+    save: int
+    op: int
+    func: int
+    value: int
+
+
 class NotedCall:
     def __init__(self, module: nn.Module, name: str, number: int, parent: int, recording: Recording) -> None:
         self.module = weakref.ref(module)
         self.name, self.number, self.parent = name, number, parent
-        self._first = (len(recording.saved), len(recording.calls), len(recording.funcs), recording.num_values)
+        self.begin = _Begin(len(recording.saved), len(recording.calls), len(recording.funcs), recording.num_values)
         self._is_sharded = is_sharded_by_fsdp2(module)
         self._state: list[Any] | None = list(_state_of(module, is_sharded=self._is_sharded))
         self._drawn = _python_generators()
-        self._given = frozenset[int]()
-        self._made: tuple[int, frozenset[int]] = (0, frozenset())
+        self.given = frozenset[int]()
+        """Its inputs that the forward made."""
+        self.made: tuple[int, frozenset[int]] = (0, frozenset())
         """The next value's number after it, and the values that it returned."""
-        self._weights: tuple[int, list[tuple[weakref.ref[Tensor], int, int]]] = (0, [])
+        self.weights: tuple[int, list[tuple[weakref.ref[Tensor], int, int]]] = (0, [])
         """The number of all ops up to its end, and its parameters and buffers then, with addresses and versions."""
         self.stop: tuple[int, int] | None = None
         """The numbers of the next save and the next op after it; None while it runs, and if it failed."""
@@ -90,16 +98,18 @@ class NotedCall:
     def end(self, module: nn.Module, given: tuple[Any, Any], output: Any, recording: Recording) -> None:
         self.stop = len(recording.saved), len(recording.calls)
         before, self._state = self._state, None
-        self._given = frozenset(self._values_in(given, recording))
+        self.given = frozenset(value for value in _values_of(given, recording) if value < self.begin.value)
         if recording.is_gathering:
             self.why_no_part = self.why_not = "it is in a module that FSDP2 does not gather for its backward"
         if self.why_not:
             self._drawn = ()
             return
-        self._weights = len(recording.funcs), [(weakref.ref(tensor), *_place_of(tensor)) for tensor in _weights_of(module)]
-        self._made = recording.num_values, frozenset(_values_of(output, recording))
-        read = self._read(recording)
-        self.inputs = tuple(sorted(read | self._given))
+        self.weights = len(recording.funcs), [(weakref.ref(tensor), *_place_of(tensor)) for tensor in _weights_of(module)]
+        self.made = recording.num_values, frozenset(_values_of(output, recording))
+        recording.sync()
+        ins = chain.from_iterable(recording.lineage.ins[self.begin.op :])
+        read = {value for value in ins if value < self.begin.value and _is_own(value, recording)}
+        self.inputs = tuple(sorted(read | self.given))
         tensors = {id(leaf): leaf for leaf in torch_private.tree_leaves(given) if isinstance(leaf, Tensor)}
         self.shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
         self.needs_grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in torch_private.tree_leaves(output))
@@ -109,64 +119,21 @@ class NotedCall:
             self.why_no_part = "it draws random numbers of Python's or NumPy's"
         elif not all(map(_is_plain, given)):
             self.why_no_part = "it is given an object that it may change"
-        self.why_not = self.why_no_part or self._why_not_alone((module,), read, recording)
+        self.why_not = self.why_no_part or _why_not_alone([self], read, recording)
         self._drawn = ()
 
-    def _why_not_alone(self, modules: Iterable[nn.Module], read: set[int], recording: Recording) -> str:
-        """Return why the call can't be a region, although an enclosing call may be one."""
-        if not self.needs_grad:
-            return "it returns no tensor that requires grad"
-        return self._effect(modules, recording) or ("" if read <= self._given else "it reads what it was not given")
-
-    def _read(self, recording: Recording) -> set[int]:
-        recording.sync()
-        _, op, _, first = self._first
-        return {value for ins in recording.lineage.ins[op:] for value in ins if value < first and _is_own(value, recording)}
-
-    def _values_in(self, given: Any, recording: Recording) -> set[int]:
-        return {value for value in _values_of(given, recording) if value < self._first[-1]}
-
-    def _effect(self, modules: Iterable[nn.Module], recording: Recording) -> str:
-        _, _, func, first = self._first
-        own: set[int] | None = None
-        effects, last = recording.effects, self._weights[0]
-        for place in range(bisect_right(effects, func, key=itemgetter(0)), len(effects)):
-            after, address, value = effects[place]
-            if after > last:
-                break
-            if address == 0:
-                return "an op in it cannot run twice"
-            if value >= first and _is_own(value, recording):
-                continue
-            if own is None:
-                buffers = (buffer for module in modules for buffer in module.buffers())
-                own = {torch_private.storage_address(buffer.untyped_storage()) for buffer in buffers}
-            if address not in own:
-                return WRITES
-        return ""
-
-    @property
-    def given(self) -> tuple[int, frozenset[int]]:
-        """The number of ops before it, and its inputs that the forward made."""
-        return self._first[1], self._given
-
-    def _hides(self, recording: Recording, aftermath: Aftermath) -> bool:
-        first, (last, returned) = self._first[-1], self._made
-        hidden = (value for value in range(first, last) if value not in returned and _is_own(value, recording))
-        return self.stop is not None and aftermath.reads(hidden, self.stop[1])
-
-    def is_rewritten(self, aftermath: Aftermath, alike: Alike) -> bool:
+    def is_rewritten(self, aftermath: Aftermath) -> bool:
         """Tell whether anything but calls of the same module writes to its parameters or buffers after it."""
         if self._is_rewritten is None:
-            self._is_rewritten = self._look_for_writes(aftermath, alike[id(self.module)])
+            self._is_rewritten = self._look_for_writes(aftermath)
         return self._is_rewritten
 
-    def _look_for_writes(self, aftermath: Aftermath, others: Sequence[NotedCall]) -> bool:
-        module, (func, before) = self.module(), self._weights
+    def _look_for_writes(self, aftermath: Aftermath) -> bool:
+        module, (func, before) = self.module(), self.weights
         after = [] if module is None else list(_weights_of(module))
         if len(after) != len(before):
             return True
-        spans = [(other._first[2], other._weights[0]) for other in others]
+        spans = [(other.begin.func, other.weights[0]) for other in aftermath.alike[id(self.module)]]
         is_gathered = module is not None and has_gathered(module.modules())
         for tensor, (reference, address, version) in zip(after, before, strict=True):
             is_param = isinstance(tensor, nn.Parameter)
@@ -178,38 +145,64 @@ class NotedCall:
             now = _place_of(tensor)
             if reference() is not tensor or now[0] != address or (is_param and now[1] != version):
                 return True
-            for write in aftermath.writes(address, func):
-                if is_param or not any(first < write <= last for first, last in spans):
+            for write in aftermath.writes.get(address, ()):
+                if write > func and (is_param or not any(first < write <= last for first, last in spans)):
                     return True
         return False
 
-    def as_planned(self, recording: Recording, aftermath: Aftermath, alike: Alike) -> ModuleCall:
+    def as_planned(self, aftermath: Aftermath) -> ModuleCall:
         """Return the call in the form that `plan/` works on, after the forward."""
-        save, op, func, _ = self._first
-        last_save, _ = self.stop or (save, op)
-        ops, funcs = recording.saved_at[last_save - 1] if last_save > save else (op, func)
-        why_not = self.why_not or ("" if self.stop is not None else "it failed")
-        if not why_not and not recording.overwritten.isdisjoint(self.inputs):
-            why_not = "what it is given is written to later"
-        if not why_not and self._hides(recording, aftermath):
-            why_not = "what it makes is used elsewhere"
-        if not why_not and self.is_rewritten(aftermath, alike):
-            why_not = "its weights are written after it has run"
-        return ModuleCall(
-            name=self.name,
-            number=self.number,
-            parent=self.parent,
-            saves=(save, last_save),
-            ops=(op, max(op, ops)),
-            num_ops=max(0, funcs - func),
-            inputs=self.inputs,
-            shapes=self.shapes,
-            why_not=why_not,
-        )
+        return _planned([self], self.why_not or ("" if self.stop is not None else "it failed"), self.inputs, aftermath)
 
 
-Alike = Mapping[int, Sequence[NotedCall]]
-"""The calls of each module, by the identity of the weak reference that they share, since the module may be gone."""
+def _planned(calls: Sequence[NotedCall], why_not: str, inputs: tuple[int, ...], aftermath: Aftermath) -> ModuleCall:
+    """Return calls in a row as one, with the name of the first."""
+    recording, first, last = aftermath.recording, calls[0], calls[-1]
+    save, op, func, value = first.begin
+    last_save, last_op = last.stop or (save, op)
+    ops, funcs = recording.saved_at[last_save - 1] if last_save > save else (op, func)
+    hidden = (made for made in range(value, last.made[0]) if made not in last.made[1] and _is_own(made, recording))
+    if why_not:
+        pass
+    elif not recording.overwritten.isdisjoint(inputs):
+        why_not = "what it is given is written to later"
+    elif any(aftermath.last_read.get(made, -1) >= last_op for made in hidden):
+        why_not = "what it makes is used elsewhere"
+    elif any(call.is_rewritten(aftermath) for call in calls):
+        why_not = "its weights are written after it has run"
+    return ModuleCall(
+        name=first.name,
+        number=first.number,
+        parent=first.parent,
+        saves=(save, last_save),
+        ops=(op, max(op, ops)),
+        num_ops=max(0, funcs - func),
+        inputs=inputs,
+        shapes=first.shapes,
+        why_not=why_not,
+    )
+
+
+def _why_not_alone(calls: Sequence[NotedCall], read: set[int], recording: Recording) -> str:
+    """Return why calls in a row can't be a region, although an enclosing call may be one."""
+    first, last, own = calls[0], calls[-1], None
+    if not last.needs_grad:
+        return "it returns no tensor that requires grad"
+    effects = recording.effects
+    for place in range(bisect_right(effects, first.begin.func, key=itemgetter(0)), len(effects)):
+        after, address, value = effects[place]
+        if after > last.weights[0]:
+            break
+        if address == 0:
+            return "an op in it cannot run twice"
+        if value >= first.begin.value and _is_own(value, recording):
+            continue
+        if own is None:
+            buffers = (buffer for call in calls if (module := call.module()) is not None for buffer in module.buffers())
+            own = {torch_private.storage_address(buffer.untyped_storage()) for buffer in buffers}
+        if address not in own:
+            return WRITES
+    return "" if read <= first.given else "it reads what it was not given"
 
 
 def _values_of(tensors: Any, recording: Recording) -> set[int]:
@@ -304,8 +297,7 @@ def _is_plain(given: Any) -> bool:
     return isinstance(given, list | tuple) and all(map(_is_plain, given))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpanCall:
+class SpanCall(NamedTuple):
     """Neighboring calls in a `Sequential`, as the call of one module."""
 
     call: ModuleCall
@@ -313,27 +305,9 @@ class SpanCall:
     calls: tuple[int, int]
     """The index of its first noted call, and of the first one after it."""
     reference: SpanReference
-    children: tuple[weakref.ref[nn.Module], ...]
 
 
-class _NotedSpan(NotedCall):
-    def __init__(self, whole: NotedCall, name: str, parent: int, calls: Sequence[NotedCall], recording: Recording) -> None:
-        first, last = calls[0], calls[-1]
-        self._calls = calls
-        self.module, self.name, self.number, self.parent = whole.module, name, whole.number, parent
-        self._first, self._given, self.shapes = first._first, first._given, first.shapes
-        self.stop, self._made, self._weights, self.needs_grad = last.stop, last._made, last._weights, last.needs_grad
-        read = {value for call in calls for value in call.inputs if value < self._first[-1]}
-        self.inputs = tuple(sorted(read | self._given))
-        self.why_no_part = ""
-        modules = [module for call in calls if (module := call.module()) is not None]
-        self.why_not = self._why_not_alone(modules, read, recording)
-
-    def is_rewritten(self, aftermath: Aftermath, alike: Alike) -> bool:
-        return any(call.is_rewritten(aftermath, alike) for call in self._calls)
-
-
-def span_calls(noted: Sequence[NotedCall], recording: Recording, aftermath: Aftermath, alike: Alike) -> tuple[SpanCall, ...]:
+def span_calls(noted: Sequence[NotedCall], aftermath: Aftermath) -> tuple[SpanCall, ...]:
     """Return the spans that may be regions, in the order of their beginnings, enclosing ones first."""
     inside: list[list[int]] = [[] for _ in noted]
     ends = [0] * len(noted)
@@ -349,29 +323,25 @@ def span_calls(noted: Sequence[NotedCall], recording: Recording, aftermath: Afte
     found = list[SpanCall]()
     for wholes in places.values():
         module = noted[wholes[0]].module()
-        if module is None or not calls_in_turn(module):
+        if module is None or not calls_in_turn(module) or any(noted[place].stop is None for place in wholes):
             continue
-        rows = [[noted[place] for place in inside[place]] for place in wholes]
-        if not _are_in_turn(module, [noted[place] for place in wholes], rows):
+        rows, in_turn = [[noted[place] for place in inside[place]] for place in wholes], list(module.children())
+        if any([call.module() for call in row] != in_turn for row in rows):  # a child that occurs twice is called more often
             continue
         for first, stop in _spans_of(module, rows):
-            children = tuple(call.module for call in rows[0][first:stop])
+            children = [call.module for call in rows[0][first:stop]]
             reference = SpanReference(noted[wholes[0]].module, children, first, len(rows[0]))
             for parent, row in zip(wholes, rows, strict=True):
                 calls = row[first:stop]
                 name = f"{calls[0].name.rpartition('.')[0]}.{first}:{stop}".lstrip(".")
-                span = _NotedSpan(noted[parent], name, parent, calls, recording).as_planned(recording, aftermath, alike)
+                read = {value for call in calls for value in call.inputs if value < calls[0].begin.value}
+                why_not = _why_not_alone(calls, read, aftermath.recording)
+                span = _planned(calls, why_not, tuple(sorted(read | calls[0].given)), aftermath)
                 if not span.why_not:
                     bounds = inside[parent][first], ends[inside[parent][stop - 1]]
-                    found.append(
-                        SpanCall(call=replace(span, is_span=True), calls=bounds, reference=reference, children=children)
-                    )
+                    span = replace(span, name=name, number=noted[parent].number, parent=parent, is_span=True)
+                    found.append(SpanCall(span, bounds, reference))
     return tuple(sorted(found, key=lambda span: (span.calls[0], -span.calls[1])))
-
-
-def _are_in_turn(module: nn.Module, wholes: Sequence[NotedCall], rows: Sequence[Sequence[NotedCall]]) -> bool:
-    children = list(module.children())  # each once: a child that occurs twice is called more often
-    return all(call.stop is not None for call in wholes) and all([call.module() for call in row] == children for row in rows)
 
 
 def _spans_of(module: nn.Module, rows: Sequence[Sequence[NotedCall]]) -> Iterator[tuple[int, int]]:

@@ -31,26 +31,22 @@ _FACTORIES = """
 """Ops that return new memory. A Triton kernel or NumPy may write to it unseen, so it is kept rather than recomputed."""
 
 _UNTRUSTED = """
-    _cudnn_rnn miopen_rnn mkldnn_rnn_layer _cudnn_init_dropout_state _local_scalar_dense nonzero nonzero_static
-    masked_select unique_consecutive unique_dim _unique _unique2 repeat_interleave bincount record_stream _pin_memory
-    pin_memory resize_ resize_as_ set_ _resize_output_ from_file lift lift_fresh_copy _copy_from _copy_from_and_resize
-    _batch_norm_with_update batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats
-    _fused_moving_avg_obs_fq_helper _assert_async _assert_tensor_metadata
+    _local_scalar_dense nonzero nonzero_static masked_select unique_consecutive unique_dim _unique _unique2 repeat_interleave
+    bincount _pin_memory pin_memory lift lift_fresh_copy _copy_from _copy_from_and_resize _assert_async _assert_tensor_metadata
 """
-"""Ops that make the host wait for the device, have hidden state, change storages, or give results that can't be reproduced."""
+"""Ops that make the host wait for the device, or give results that can't be reproduced. Regions may run them again."""
 
 _VIEW_UNTOLD = "aten::_unsafe_view"
 """Its schema hides from autograd that it is a view, mostly of a matrix product."""
-
-_NOT_REPLAYED = frozenset(f"aten::{name}" for name in (_FACTORIES + _UNTRUSTED).split())
 
 _HIDING_STATE = """
     _cudnn_rnn miopen_rnn mkldnn_rnn_layer _cudnn_init_dropout_state record_stream resize_ resize_as_ set_ _resize_output_
     from_file _batch_norm_with_update batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats
     _fused_moving_avg_obs_fq_helper
 """
-"""Ops of `_UNTRUSTED` that have hidden state or change storages. Regions may run the others again."""
+"""Ops that have hidden state or change storages: no region may have them."""
 
+_NOT_REPLAYED = frozenset(f"aten::{name}" for name in (_FACTORIES + _UNTRUSTED + _HIDING_STATE).split())
 _VALUE_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _HIDING = frozenset(f"aten::{name}" for name in _HIDING_STATE.split())
 
@@ -125,16 +121,12 @@ class OpKinds:
             return ""
         if self._pure_ops.isdisjoint((name, f"{func.namespace}::*")):
             return f"op {name} is not known to be pure; if it is, name it in pure_ops"
-        return f"op {name} has registered an effect" if _has_effect(func) else ""
+        return "" if torch_private.higher_order_effect(func) is None else f"op {name} has registered an effect"
 
 
 @functools.lru_cache(maxsize=64)
 def op_kinds(pure_ops: frozenset[str] = frozenset()) -> OpKinds:
     return OpKinds(pure_ops)
-
-
-def _has_effect(func: OpOverload) -> bool:
-    return torch_private.higher_order_effect(func) is not None
 
 
 # The user's marks

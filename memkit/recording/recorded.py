@@ -102,14 +102,9 @@ class OpCall(NamedTuple):
     first: int
     """The number of the first value that it makes."""
     outs_bytes: tuple[int, ...]
-    notes: CallNotes | None = None
-
-
-class CallNotes(NamedTuple):
-    """The less usual facts of a call."""
-
-    kind: OpTraits
-    places: tuple[int, ...]
+    kind: OpTraits | None = None
+    """None for an op that only computes."""
+    places: tuple[int, ...] = (0,)
     """The index among the returned tensors of each value that is not written over an argument."""
     written: tuple[int, ...] = ()
     """The values that it overwrites. The new values over them are the last ones that it makes."""

@@ -17,7 +17,6 @@ from memkit.core.torch_state import hide_mode, in_dual_level, in_higher_order_op
 from memkit.recording.borders import run_border
 from memkit.recording.ops import OpKinds
 from memkit.recording.recorded import (
-    CallNotes,
     OpCall,
     OpClass,
     OpTraits,
@@ -213,7 +212,8 @@ class Recorder(QuietMode):
         if len(calls) >= len(recording.known_s):
             recording.seconds[len(calls)] = self.estimate_s(func, args, results)
         recording.num_values = value + 1  # first, as in `Recording.add_root`
-        calls.append(_new_tuple(OpCall, (func, kept, kwargs, sources, value, (storage.nbytes(),), None)))
+        made = (func, kept, kwargs, sources, value, (storage.nbytes(),), None, (0,), (), False, None, None)
+        calls.append(_new_tuple(OpCall, made))
         current[address] = (weakref.ref(storage), value)
         if value in recording.retained:
             recording.hold_made(value, results)
@@ -225,14 +225,14 @@ class Recorder(QuietMode):
         return results
 
     def _path_of(self, kind: OpTraits) -> Any:
-        if kind.op_class is OpClass.VIEW:
-            return _VIEW
-        if kind.op_class is OpClass.UNKNOWN:
-            return Recorder._run_unknown
-        if kind.op_class is OpClass.BORDER:
-            return run_border
-        if kind.op_class is OpClass.OPAQUE:
-            return Recorder.run_opaque
+        fixed = {
+            OpClass.VIEW: _VIEW,
+            OpClass.UNKNOWN: Recorder._run_unknown,
+            OpClass.BORDER: run_border,
+            OpClass.OPAQUE: Recorder.run_opaque,
+        }
+        if kind.op_class in fixed:
+            return fixed[kind.op_class]
         if kind.statistics:
             return Recorder._record_batch_norm
         if self.recording.is_timed or self.recording.originals is not None:
@@ -360,30 +360,23 @@ class Recorder(QuietMode):
     ) -> None:
         """Note an op's new results, and the new contents of written tensors."""
         recording = self.recording
-        made: list[Tensor] = []
-        storages: list[torch.UntypedStorage] = []
-        places: list[int] = []
-        keys = set[int]()
+        made, places, keys = list[Tensor](), list[int](), set[int]()
         for place, tensor in enumerate(tensors_in(results)):
             storage = _get_storage(tensor)
             if _address_of(storage) not in keys and not recording.was_there(storage):
                 keys.add(_address_of(storage))
                 made.append(tensor)
-                storages.append(storage)
                 places.append(place)
-        if written:
-            made += written.values()
-            storages += [_get_storage(tensor) for tensor in written.values()]
-        if not storages:
+        made += (written or {}).values()
+        if not made:
             return
+        storages = [_get_storage(tensor) for tensor in made]
         op, first = len(recording.calls), recording.num_values
         if op >= len(recording.known_s):
             recording.seconds[op] = self.estimate_s(func, args, results)
-        notes = _new_tuple(
-            CallNotes, (kind or self.kind_of(func), tuple(places), tuple(written or ()), is_whole, generator, state)
-        )
-        outs_bytes = tuple([storage.nbytes() for storage in storages])
-        values = recording.add_call(_new_tuple(OpCall, (func, kept, kwargs, sources, first, outs_bytes, notes)), storages)
+        kind, outs_bytes = kind or self.kind_of(func), tuple([storage.nbytes() for storage in storages])
+        replayed = (func, kept, kwargs, sources, first, outs_bytes, kind, tuple(places), tuple(written or ()))
+        values = recording.add_call(_new_tuple(OpCall, (*replayed, is_whole, generator, state)), storages)
         if not recording.retained.isdisjoint(values):
             for value, tensor in zip(values, made, strict=True):
                 if value in recording.retained:
@@ -401,11 +394,7 @@ class Recorder(QuietMode):
             return run_border(self, func, types, args, kwargs)
         if types or kind.hides_state:
             self.recording.note_effect()
-        if not kind.written:
-            results = func(*args, **kwargs) if kwargs else func(*args)
-            self.recording.add_roots(results)
-            return results
-        results = self._run_and_write(func, args, kwargs, written_by(kind, args, kwargs))
+        results = self._run_and_write(func, args, kwargs, written_by(kind, args, kwargs) if kind.written else [])
         self.recording.add_roots(results)
         return results
 
@@ -434,11 +423,13 @@ class Recorder(QuietMode):
             targets += [args[position] for position in kind.statistics if args[position] is not None]
         return self._run_and_write(func, args, kwargs, [target for target in targets if recording.is_known(target)])
 
-    def _run_and_write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor]) -> Any:
+    def _run_and_write(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, targets: list[Tensor], why_kept: str = ""
+    ) -> Any:
         recording = self.recording
         are_inside = [recording.before_write_to(target) for target in targets]
         results = func(*args, **kwargs) if kwargs else func(*args)
-        recording.add_written(targets, are_inside)
+        recording.add_written(targets, are_inside, why_kept)
         return results
 
     def _run_unknown(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -453,18 +444,12 @@ class Recorder(QuietMode):
         given = {_address_of(_get_storage(tensor)): tensor for tensor in tensors_in(torch_private.tree_leaves((args, kwargs)))}
         is_collective = has_schema and func.namespace == _COLLECTIVES
         targets = list(given.values()) if is_collective else written_by(kind, args, kwargs)
-        are_inside = [recording.before_write_to(target) for target in targets]
         versions = {} if has_schema else {key: _version_of(each) for key, each in given.items() if not each.is_inference()}
-        results = func(*args, **kwargs) if kwargs else func(*args)
-        recording.add_written(targets, are_inside, kind.why_kept)
+        results = self._run_and_write(func, args, kwargs, targets, kind.why_kept)
         changed = [given[key] for key, version in versions.items() if _version_of(given[key]) != version]
         changed += [tensor for tensor in tensors_in(results) if _address_of(_get_storage(tensor)) not in given]
         for tensor in changed:
-            value = recording.find(_get_storage(tensor))
-            if value is not None:
-                root = recording.roots.get(value)
-                recording.lose(value)
-                recording.add_written([tensor], [root is None or root.is_inside], kind.why_kept)
+            recording.lose(tensor, kind.why_kept)
         recording.add_roots(results, kind.why_kept)
         return results
 
@@ -491,8 +476,8 @@ class Recorder(QuietMode):
         op, made = len(recording.calls), recording.num_values
         if op >= len(recording.known_s):
             recording.seconds[op] = self.estimate_s(func, args, results)
-        notes = CallNotes(self.kind_of(func), (), (value,))
-        recording.add_call(OpCall(func, kept, None, sources, made, (num_bytes,), notes), (storage,))
+        call = OpCall(func, kept, None, sources, made, (num_bytes,), self.kind_of(func), (), (value,))
+        recording.add_call(call, (storage,))
         if made in recording.retained:
             recording.hold_made(made, target, is_written=True)
         return results
@@ -513,24 +498,17 @@ class Recorder(QuietMode):
         kind, recording = self.kind_of(func), self.recording
         if types or not args[kind.training_at]:
             return self.record(func, types, args, kwargs)
-        sources: list[Source] = []
-        kept: list[Any] = []
-        known: list[Tensor] = []
-        statistics: list[Tensor] = []
+        places, sources = kind.statistics, list[Source]()
+        statistics = [args[place] for place in places if args[place] is not None]
         try:
-            for position, argument in enumerate(args):
-                if position not in kind.statistics:
-                    kept.append(self.take(position, argument, sources) if isinstance(argument, Tensor) else argument)
-                elif argument is not None:
-                    recording.note_effect(argument)
-                    statistics.append(argument)
-                    if recording.is_known(argument):
-                        known.append(argument)
+            kept = [None if key in places else self.take(key, argument, sources) for key, argument in enumerate(args)]
+            for argument in statistics:
+                recording.note_effect(argument)
+            known = [argument for argument in statistics if recording.is_known(argument)]
         except RuntimeError:  # an argument is no range of bytes
             return self.run_opaque(func, types, args, kwargs)
-        if kind.replayed_by is None:
-            for position in kind.statistics:
-                kept.insert(position, None)
+        if kind.replayed_by is not None:
+            del kept[places[0] : places[-1] + 1]
         are_inside = [recording.before_write_to(tensor) for tensor in known]
         results = self.run(func, args, None)
         recording.add_written(known, are_inside)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -85,9 +85,9 @@ def with_settings(wanted: Settings) -> Iterator[None]:
         change_settings(current_settings(), found)  # again, where an interrupt came in between
 
 
-def change_settings(found: Settings, wanted: Settings) -> None:
-    """Set the wanted settings that differ from those found; may be called again."""
-    for (_, change), before, after in zip(_settings(), found, wanted, strict=True):
+def change_settings(found: Settings, wanted: Settings, also: tuple[Setting, ...] = ()) -> None:
+    """Set the wanted settings that differ from those found; may be called again. Those `also` set come first."""
+    for (_, change), before, after in zip((*also, *_settings()), found, wanted, strict=True):
         if before != after:
             change(after)
 
@@ -167,39 +167,10 @@ class Root:
         return storage
 
 
-class Held(Protocol):
-    version: Any
-    """None while an op is writing to it."""
-
-    @property
-    def alias(self) -> Any:
-        """Shares the tensor's bytes and version counter."""
-
-
-class RootHolder(Protocol):
-    """Holds *anchors*: values made in the forward that a plan needs. It is called from within an op."""
-
-    def hold(self, value: int, tensor: Tensor) -> Held:
-        """Hold a value from now on."""
-
-    def copy(self, value: int) -> None:
-        """Hold a copy of a held value instead; an op is about to overwrite it."""
-
-    def release(self, value: int) -> None:
-        """Stop holding a value, if it is held."""
-
-
 def alias_in_dispatch(tensor: Tensor) -> Tensor:
     """Return an alias that shares its tensor's version counter, although a mode runs below autograd."""
     with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
         return tensor.detach()
-
-
-def written_error() -> RuntimeError:
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a saved tensor, from "
-        "which others are recomputed. Hint: write to it after the backward, or mark with memkit.keep what is computed from it."
-    )
 
 
 def retained_bytes(roots: Mapping[int, Root]) -> dict[int, int]:
@@ -259,16 +230,16 @@ class Recording:
         """Parameters are being gathered, during which nothing is recorded."""
         self.is_over = False
         """Nothing more is recorded, so that writes may go unseen."""
-        self.holder: RootHolder | None = None
-        """Holds values made here that a plan needs and autograd did not save."""
+        self.anchors: Any = None
+        """Holds values made here that a plan needs and autograd did not save: `memkit.activations.recomputing.sources`."""
         self.pinned: dict[int, KeptHandle] = {}
         """Saved values that can't be recomputed, but others are recomputed from them."""
         self.hidden = set(rewritten)
         """Roots held as copies: rewritten ones, and those whose writes may go unseen, such as batch norm statistics."""
         self.why_kept: dict[int, str] = {}
         """The reasons for users why values of ops are roots."""
-        self.unversioned: list[Root | Held] = []
-        """Values that the last op wrote: the version counter is raised after the op."""
+        self.unversioned: list[Any] = []
+        """Roots and handles of anchors that the last op wrote: the version counter is raised after the op."""
         self.overwritten = set[int]()
         """Overwritten values. A saved tensor of one may be valid: the parts of `unsafe_chunk` have their own counters."""
         self.expected: Expected | None = None
@@ -295,15 +266,10 @@ class Recording:
         for op in range(len(lineage.ins), len(calls)):
             call = calls[op]
             self._sync_roots(call.first)
-            notes = call.notes
-            skipped = notes.written if notes is not None and notes.is_whole else ()
+            unread, taken = (call.written, ()) if call.is_whole else ((), call.written)
             seconds = known_s[op] if op < len(known_s) else self.seconds.get(op, 0.0)
-            lineage.add_op(
-                [source[1] for source in call.sources if source[1] not in skipped],
-                call.outs_bytes,
-                seconds,
-                () if notes is None or notes.is_whole else notes.written,
-            )
+            ins = [source[1] for source in call.sources if source[1] not in unread]
+            lineage.add_op(ins, call.outs_bytes, seconds, taken)
         self._sync_roots(self.num_values)
 
     def _sync_roots(self, end: int) -> None:
@@ -421,12 +387,6 @@ class Recording:
             self.held_bytes += root.num_bytes
         return True
 
-    def _hold_hidden(self) -> None:
-        """Copy the roots that an op has read and that may be written to unseen once nothing more is recorded."""
-        self.sync()
-        for value in self.hidden.intersection(chain.from_iterable(self.lineage.ins)) & self.roots.keys():
-            self.hold(value)
-
     def _copy_root(self, root: Root, tensor: Tensor) -> None:
         root.seen = root.version if root.seen is None else root.seen
         root.alias = Geometry.of(tensor).over(tensor.untyped_storage().clone())
@@ -443,8 +403,8 @@ class Recording:
 
     def hold_made(self, value: int, tensor: Tensor, *, is_written: bool = False) -> None:
         """Hold a value that an op has just made, unless later writes to it would go unseen."""
-        if self.holder is not None and not tensor.is_inference():
-            held = self.holder.hold(value, tensor)
+        if self.anchors is not None and not tensor.is_inference():
+            held = self.anchors.hold(value, tensor)
             if is_written:
                 held.version = None
                 self.unversioned.append(held)
@@ -483,8 +443,8 @@ class Recording:
             storage = pinned.unpack().untyped_storage()
             self.pinned[value] = KeptHandle(byte_view(storage).clone())
             self.held_bytes += storage.nbytes()
-        if self.holder is not None and value in self.retained:
-            self.holder.copy(value)
+        if self.anchors is not None and value in self.retained:
+            self.anchors.copy(value)
         root = self.roots.get(value)
         if root is None:
             return
@@ -500,18 +460,26 @@ class Recording:
             self.held_bytes -= root.num_bytes
         self._copy_root(root, alias)
 
-    def lose(self, value: int) -> None:
-        """Note that a value may have been overwritten, too late to copy it."""
+    def lose(self, tensor: Tensor, why_kept: str) -> None:
+        """Note that a tensor may have been written to, too late to copy its value."""
+        value = self.find(tensor.untyped_storage())
+        if value is None:
+            return
         self.overwritten.add(value)
-        if self.holder is not None and value in self.retained:
-            self.holder.release(value)
+        if self.anchors is not None and value in self.retained:
+            self.anchors.release(value)
         root = self.roots.get(value)
         if root is not None and (root.alias is None or value not in self.hidden):
             root.is_lost = True
+        self.add_written([tensor], [root is None or root.is_inside], why_kept)
 
     def root_storage(self, value: int) -> torch.UntypedStorage:
         if value not in self.roots:
-            raise written_error()
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a saved "
+                "tensor, from which others are recomputed. Hint: write to it after the backward, or mark with memkit.keep what "
+                "is computed from it."
+            )
         return self.roots[value].held_storage()
 
     # The end
@@ -521,31 +489,20 @@ class Recording:
         made = (sum(call.outs_bytes) for call in self.calls)
         return max((*made, *(root.num_bytes for root in self.roots.values() if root.is_inside)), default=0)
 
-    def read_times(self) -> dict[CostKey, float]:
+    def read_times(self) -> tuple[dict[CostKey, float], dict[int, float]]:
         """Store the seconds of timed ops, and return them by `cost_key`: the median, since now and then an op waits for
-        something else. The host waits for the ops."""
-        found: dict[CostKey, float] = {}
-        if self.times:
+        something else. Return also the seconds of compiled modules, by the indices of their calls. The host waits for all."""
+        if self.times or self.call_times:
             self.device.synchronize()
-            self.sync()
-            seconds, alike = self.lineage.seconds, dict[CostKey, list[float]]()
-            for _, key, start, end in self.times:
-                alike.setdefault(key, []).append(start.elapsed_s(end))
-            found = {key: median(taken_s) for key, taken_s in alike.items()}
-            for op, key, _, _ in self.times:
-                if op < len(seconds):
-                    seconds[op] = found[key]
-        self.times.clear()
-        self.is_timed = False
-        return found
-
-    def read_call_times(self) -> dict[int, float]:
-        """Return the seconds of compiled modules, by the indices of their calls. The host waits for them."""
-        if self.call_times:
-            self.device.synchronize()
-        found = {place: start.elapsed_s(end) for place, start, end in self.call_times}
-        self.call_times.clear()
-        return found
+        alike = dict[CostKey, list[float]]()
+        for _, key, start, end in self.times:
+            alike.setdefault(key, []).append(start.elapsed_s(end))
+        found = {key: median(taken_s) for key, taken_s in alike.items()}
+        self.sync()
+        for op, key, _, _ in self.times:
+            if op < len(self.lineage.seconds):
+                self.lineage.seconds[op] = found[key]
+        return found, {place: start.elapsed_s(end) for place, start, end in self.call_times}
 
     def times_alone(self) -> Recording:
         """Return a recording with the times of this one and none of its values."""
@@ -557,8 +514,10 @@ class Recording:
     def close(self, *, may_drop: bool = False) -> None:
         """Called at the end of the forward. With `may_drop`, more values may be dropped later."""
         self.see_versions()
-        if may_drop:
-            self._hold_hidden()
+        if may_drop:  # copy the roots that an op has read and that may be written to unseen from now on
+            self.sync()
+            for value in self.hidden.intersection(chain.from_iterable(self.lineage.ins)) & self.roots.keys():
+                self.hold(value)
         self.is_over = True
         self.lent.clear()
         recordings_over[id(self)] = self

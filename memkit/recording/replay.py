@@ -60,13 +60,7 @@ class Replay:
     def run(self, op: int, in_place: Collection[int], storage_of: StorageOf) -> None:
         """Run an op; it may write over the made values `in_place`."""
         call = self.recording.calls[op]
-        self._repeat(call, op, in_place, storage_of)
-        if self.recording.originals is not None:
-            self._verify(op)
-
-    def _repeat(self, call: OpCall, op: int, in_place: Collection[int], storage_of: StorageOf) -> None:
-        notes = call.notes
-        over = self._to_be_written(call, in_place, storage_of) if notes is not None and notes.written else {}
+        over = self._to_be_written(call, in_place, storage_of) if call.written else {}
         args = [_copied(argument) for argument in call.args]
         kwargs = {name: _copied(argument) for name, argument in (call.kwargs or {}).items()}
         for source in call.sources:
@@ -78,19 +72,17 @@ class Replay:
                 name, key = key
                 group = (args if isinstance(name, int) else kwargs)[name]
             group[key] = tensor
-        draws = notes is not None and notes.generator is not None
-        results = _draw(call, args, kwargs) if draws else call.func(*args, **kwargs)
+        results = call.func(*args, **kwargs) if call.generator is None else _draw(call, args, kwargs)
         made, outs = self.made, self.recording.lineage.outs[op]
-        if notes is None:
-            self._note_made(call, outs[0], results.untyped_storage())
-            return
-        tensors = tensors_in(results)
-        for value, place in zip(outs, notes.places, strict=False):
+        tensors = (results,) if type(results) is torch.Tensor else tensors_in(results)
+        for value, place in zip(outs, call.places, strict=False):
             self._note_made(call, value, tensors[place].untyped_storage())
-        for value, written in zip(outs[len(notes.places) :], notes.written, strict=True):
+        for value, written in zip(outs[len(call.places) :], call.written, strict=True):
             if written in in_place:
                 made.pop(written, None)
             made[value] = over[written]
+        if self.recording.originals is not None:
+            self._verify(op)
 
     def _note_made(self, call: OpCall, value: int, storage: torch.UntypedStorage) -> None:
         if storage.nbytes() != call.outs_bytes[value - call.first]:
@@ -102,12 +94,10 @@ class Replay:
 
     def _to_be_written(self, call: OpCall, in_place: Collection[int], storage_of: StorageOf) -> dict[int, torch.UntypedStorage]:
         """Return the storages that a call writes to: existing ones that may be overwritten, copies, or new ones."""
-        notes = call.notes
-        assert notes is not None
         over: dict[int, torch.UntypedStorage] = {}
-        sizes = call.outs_bytes[len(notes.places) :]
-        for value, num_bytes in zip(notes.written, sizes, strict=True):
-            if notes.is_whole:
+        sizes = call.outs_bytes[len(call.places) :]
+        for value, num_bytes in zip(call.written, sizes, strict=True):
+            if call.is_whole:
                 over[value] = self.recording.device.allocate(num_bytes)
             elif value in in_place:
                 over[value] = self.made[value]
@@ -141,8 +131,7 @@ def _copied(argument: Any) -> Any:
 
 def _draw(call: OpCall, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Run a random op with its generator's state in the forward, and restore the current state."""
-    assert call.notes is not None
-    generator, state = call.notes.generator, call.notes.state
+    generator, state = call.generator, call.state
     assert generator is not None
     assert state is not None
     now, is_as_before = generator.get_state(), False

@@ -152,6 +152,11 @@ class StreamedParameter:
             )
         )
 
+    def in_module(self) -> Any:
+        """Return what its module has in its place now."""
+        module, key = self.places[0]
+        return torch_private.parameters_of(module).get(key)
+
     def current_parameters(self) -> list[nn.Parameter]:
         found = (torch_private.parameters_of(module).get(key) for module, key in self.places)
         now = (parameter for parameter in found if isinstance(parameter, nn.Parameter) and has_plain_parts(parameter))
@@ -397,12 +402,18 @@ class LayerChunk:
 _ADVICE = "Call offload.close() first, change the model, and make a new LayerOffload."
 
 
-def adopt(chunk: LayerChunk) -> list[StreamedParameter]:
-    """Take over parameters that were put in the place of others (`load_state_dict(assign=True)`), and return them."""
-    if chunk.binding.check_unchanged():
+def adopt(chunk: LayerChunk, *, may_replace: bool = True) -> list[StreamedParameter]:
+    """Take over data that parameters were given (`parameter.data = other`), and parameters that were put in the place of others
+    (`load_state_dict(assign=True)`), and return them. Without `may_replace`, while a graph that has used the parameters is
+    alive, replaced ones are left to the next forward."""
+    if chunk.binding.check_unchanged(in_modules=may_replace):
         return []
     adopted = [streamed for streamed in chunk.parameters if _is_replaced(streamed)]
-    for streamed in adopted:
+    if not may_replace:
+        adopted = [
+            item for item in adopted if torch_private.parameters_of(item.places[0][0])[item.places[0][1]] is item.parameter
+        ]
+    for streamed in adopted if may_replace else ():
         module, key = streamed.places[0]
         old, found = streamed.parameter, torch_private.parameters_of(module)[key]
         assert found is not None
@@ -435,23 +446,9 @@ def refuse_tied(adopted: StreamedParameter, chunks: Iterable[LayerChunk]) -> Non
             )
 
 
-def adopt_data(chunk: LayerChunk) -> None:
-    """Take over data that parameters were given (`parameter.data = other`) while a graph that has used them is alive. Replaced
-    parameters are left to the next forward."""
-    if chunk.binding.check_unchanged():
-        return
-    for streamed in chunk.parameters:
-        module, key = streamed.places[0]
-        if _is_replaced(streamed) and torch_private.parameters_of(module)[key] is streamed.parameter:
-            chunk.num_changes += 1
-            _take_over(streamed)
-    chunk.binding.renew()
-
-
 def _is_replaced(streamed: StreamedParameter) -> bool:
     """Tell whether the caller has put another tensor in the place of a parameter; raise if it is of another kind."""
-    module, key = streamed.places[0]
-    found = torch_private.parameters_of(module).get(key)
+    found = streamed.in_module()
     if found is None:
         raise LayerOffloadError(f'"{streamed.name}" is gone from its module while LayerOffload streams it. {_ADVICE}')
     if not isinstance(found, nn.Parameter):

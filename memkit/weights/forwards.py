@@ -22,7 +22,7 @@ from memkit.core.torch_state import in_differentiating_transform
 from memkit.errors import LayerOffloadError
 from memkit.plan.chunks import Residency
 from memkit.weights.accumulation import Accumulation
-from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt, adopt_data
+from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt
 from memkit.weights.saving import WeightHooks
 from memkit.weights.selection import refuse_replicated
 from memkit.weights.shares import StepTiming
@@ -30,39 +30,23 @@ from memkit.weights.streaming import Streamer
 
 
 class InnerHooks(HookSet):
-    """Hooks around the forwards of modules that seldom run by themselves. Each step takes most of them off and puts them back,
-    without a Python call for each: no interrupt comes in between. A hook behind a forward is set once that has begun."""
+    """Hooks around the forwards of modules that seldom run by themselves. Each step takes them off and puts them back, without
+    a Python call for each: no interrupt comes in between."""
 
     def __init__(self) -> None:
         super().__init__()
         self._dicts: list[OrderedDict[int, Any]] = []
+        """For each module those ahead of its forward, and those behind it."""
         self._numbers: list[int] = []
         self._aside: list[Any] = []
         """The hooks set aside, in the same order; None for a missing one."""
-        self._behind: list[tuple[OrderedDict[int, Any], int, Any]] = []
-        self._due: list[tuple[OrderedDict[int, Any], int]] = []
 
     def around_inner(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """Call `before(place, module, args)` as `around_forward` does, and from `expect_end(place)` until `note_end(place)`
-        also `after(place, module, args, output)`."""
-        place = len(self._behind)
-        self.around_forward(module, before=partial(before, place), after=partial(after, place))
+        self.around_forward(module, before=before, after=after)
         handles: list[Any] = self._handles[-2:]
-        (ahead, number), (behind, behind_number) = ((handle.hooks_dict_ref(), handle.id) for handle in handles)
-        self._dicts.append(ahead)
-        self._numbers.append(number)
-        self._behind.append((behind, behind_number, behind.pop(behind_number)))
-
-    def expect_end(self, place: int) -> None:
-        hooks, number, hook = self._behind[place]
-        self._due.append((hooks, number))
-        hooks[number] = hook
-
-    def note_end(self, place: int) -> None:
-        """Not to be called if the forward has raised: torch goes through its hooks then. They stay until the layer runs."""
-        hooks, number, _ = self._behind[place]
-        hooks.pop(number, None)
-        self._due = [due for due in self._due if due[1] != number]
+        for handle in handles:
+            self._dicts.append(handle.hooks_dict_ref())
+            self._numbers.append(handle.id)
 
     def set_aside(self) -> None:
         """Leave the hooks out of calls until `put_back`: Dynamo then neither breaks a graph because of one nor guards it."""
@@ -71,10 +55,6 @@ class InnerHooks(HookSet):
             self._aside[:] = taken
         else:
             deque(taken, maxlen=0)
-        while self._due:
-            hooks, number = self._due[-1]
-            hooks.pop(number, None)
-            self._due.pop()
 
     def put_back(self) -> None:
         if not self._aside:
@@ -86,7 +66,7 @@ class InnerHooks(HookSet):
                 if hook is not None:
                     hooks[number] = hook
         if max(map(len, self._dicts)) > 1:
-            for hooks, number in zip(self._dicts, self._numbers, strict=True):
+            for hooks, number in zip(self._dicts[::2], self._numbers[::2], strict=True):
                 if number in hooks:
                     hooks.move_to_end(number, last=False)
         self._aside.clear()
@@ -94,7 +74,7 @@ class InnerHooks(HookSet):
     def remove(self) -> None:
         self._aside.clear()
         super().remove()
-        self._dicts, self._numbers, self._behind, self._due = [], [], [], []
+        self._dicts, self._numbers = [], []
 
 
 class Forwards(NotCopied):
@@ -130,8 +110,7 @@ class Forwards(NotCopied):
             self._hooks.add(layer.inner_hooks)
             for module in chunk.module.modules():
                 if module is not chunk.module and any(id(inner) in holding for inner in module.modules()):
-                    before, after = partial(self._before_inner, layer), partial(self._after_inner, layer)
-                    layer.inner_hooks.around_inner(module, before=before, after=after)
+                    layer.inner_hooks.around_inner(module, before=partial(self._before_inner, layer), after=self._after_inner)
 
     def _watch_outer(self, within: set[int]) -> None:
         for module in self._model.modules():
@@ -287,24 +266,21 @@ class Forwards(NotCopied):
         if self._timing is not None:
             self._timing.begin_layer(chunk.name)
         if chunk.is_on_host and not chunk.uses and not chunk.binding.check_unchanged(in_modules=False):
-            adopt_data(chunk)
+            adopt(chunk, may_replace=False)
         if self._gradients is not None:
             self._gradients.begin_backward(chunk)
         self._streamer.begin_backward(chunk)
         if self._timing is not None:
             self._timing.note_ready()
 
-    def _before_inner(self, layer: _LayerForwards, place: int, module: nn.Module, given: Any) -> None:
+    def _before_inner(self, layer: _LayerForwards, module: nn.Module, given: Any) -> None:
         """A checkpoint in the layer's forward, or the user, calls a module in a layer."""
         if not self._streamer.is_in_forward(layer.chunk):
-            layer.inner_hooks.expect_end(place)
             self._enter(layer, module, given, depth=3)
 
-    def _after_inner(self, layer: _LayerForwards, place: int, module: nn.Module, _: Any, output: Any) -> None:
+    def _after_inner(self, module: nn.Module, *_: Any) -> None:
         if self._calls.is_last(module):
             self._calls.end(module, depth=2)
-        if output is not None and not self._calls.is_last(module):
-            layer.inner_hooks.note_end(place)
 
     def _end_layer(self, layer: _LayerForwards, call: Call, state: object, ending: Ending) -> None:
         layer.inner_hooks.put_back()

@@ -24,14 +24,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, repeat
 from operator import attrgetter, is_not
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,9 +148,8 @@ class Flight:
     """None until it is known: an interrupt may come in between."""
 
 
-class Made(NamedTuple):
-    streamed: StreamedParameter
-    gradient: Tensor
+Made = Mapping[StreamedParameter, Tensor]
+"""Gradients by their parameters."""
 
 
 class _Alive:
@@ -253,7 +251,6 @@ class HostGradients(Accumulation):
         self._last: Event | None = None
         self._threads = OwnThreads(1, "memkit-grad", device.enter_thread)
         self._additions: list[Future[None]] = []
-        self._spans: list[Span] = []
         self._kept: list[GradientBuffer] = []
         """With gradients that the caller holds, of layers that no longer stream."""
         trained = [[item for item in chunk.parameters if item.parameter.requires_grad] for chunk in chunks]
@@ -261,14 +258,14 @@ class HostGradients(Accumulation):
 
     def _take_memory(self, groups: Sequence[Sequence[StreamedParameter]]) -> None:
         sizes = [[rounded(_gradient_bytes(item), ALIGNMENT_BYTES) for item in group] for group in groups]
-        for group, found, span in zip(groups, sizes, self._take_pinned([*map(sum, sizes)]), strict=True):
+        for group, found, span in zip(groups, sizes, self._arena.take_pinned_as_one([*map(sum, sizes)]), strict=True):
             for item, start in zip(group, accumulate(found, initial=0), strict=False):
                 self._buffers[item] = [GradientBuffer(span.part(start, start + _gradient_bytes(item)), span)]
 
-    def _take_pinned(self, sizes_bytes: Sequence[int]) -> list[Span]:
-        spans = self._arena.take_pinned_as_one(sizes_bytes)
-        self._spans += spans
-        return spans
+    @property
+    def _spans(self) -> dict[Span, None]:
+        """The spans with buffers that are in use, or whose gradients the caller holds."""
+        return {buffer.taken: None for buffers in (*self._buffers.values(), self._kept) for buffer in buffers}
 
     def watch(self, chunk: LayerChunk) -> None:
         binding, layer = chunk.binding, self._watched.get(chunk)
@@ -330,8 +327,10 @@ class HostGradients(Accumulation):
         if layer is not None:
             layer.hooks.remove()
             del self._watched[chunk]
+        taken = self._spans
         self._leave(chunk.parameters)
-        self._give_unused()
+        for span in taken.keys() - self._spans.keys():
+            self._arena.give(span)
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
         """Leave the host memory; gradients stay where they are, in memory of their own. The arena goes next."""
@@ -355,13 +354,6 @@ class HostGradients(Accumulation):
                         streamed.parameter.grad = grad.clone()
                 self._kept += [buffer for buffer in buffers if not buffer.is_idle]
                 del self._buffers[streamed]
-
-    def _give_unused(self) -> None:
-        used = {buffer.taken for buffers in (*self._buffers.values(), self._kept) for buffer in buffers}
-        unused = [span for span in self._spans if span not in used]
-        self._spans = [span for span in self._spans if span in used]
-        for span in unused:
-            self._arena.give(span)
 
     # In a backward
 
@@ -419,24 +411,25 @@ class HostGradients(Accumulation):
         elsewhere, is_here = layer.elsewhere, layer.stream_number == self._device.stream_number()
         if is_here and not (elsewhere or layer.is_shared or layer.parts) and self._take_whole(layer.streamed, gradients):
             return
-        made = [Made(one, grad) for one, grad in zip(layer.streamed, gradients, strict=True) if grad is not None]
+        made = {one: grad for one, grad in zip(layer.streamed, gradients, strict=True) if grad is not None}
         if is_here and not elsewhere:
             self._hand_over(layer, task, made)
             return
         layer.elsewhere = {}
         for stream in {layer.stream: None, **dict.fromkeys(elsewhere.values())}:
             with self._device.on_stream(stream):
-                self._hand_over(layer, task, [one for one in made if elsewhere.get(one.streamed, layer.stream) == stream])
+                here = {one: grad for one, grad in made.items() if elsewhere.get(one, layer.stream) == stream}
+                self._hand_over(layer, task, here)
 
-    def _hand_over(self, layer: _LayerGradients, task: int, made: Sequence[Made]) -> None:
-        for streamed, gradient in made:
+    def _hand_over(self, layer: _LayerGradients, task: int, made: Made) -> None:
+        for streamed, gradient in made.items():
             if gradient.requires_grad:
                 refuse_graph(streamed)
         if layer.is_shared or task in layer.parts:
-            for streamed, gradient in made:
+            for streamed, gradient in made.items():
                 layer.add_part(task, streamed, gradient)
-            complete = [one.streamed for one in made if layer.num_come[task, one.streamed] == layer.num_alive(one.streamed)]
-            made = [Made(streamed, layer.parts[task].pop(streamed)) for streamed in complete]
+            complete = [one for one in made if layer.num_come[task, one] == layer.num_alive(one)]
+            made = {streamed: layer.parts[task].pop(streamed) for streamed in complete}
         if made:
             self._take(made)
 
@@ -451,7 +444,7 @@ class HostGradients(Accumulation):
             for layer in self._watched.values():
                 parts = layer.parts.pop(task, None)
                 if parts:
-                    self._take([Made(*part) for part in parts.items()])
+                    self._take(parts)
 
     def _forget_parts(self, task: int) -> None:
         for layer in self._watched.values():
@@ -508,11 +501,10 @@ class HostGradients(Accumulation):
         self._give_lost()
         self._before.clear()  # the user may have cleared `grad` since
 
-    def _take(self, made: Sequence[Made]) -> None:
-        first = list[Made]()
+    def _take(self, made: Made) -> None:
+        first = dict[StreamedParameter, Tensor]()
         before, totals = self._before, self._totals
-        for one in made:
-            streamed, grad = one
+        for streamed, grad in made.items():
             is_dense = grad.layout is torch.strided
             if is_dense and grad.dtype != streamed.dtype:
                 raise LayerOffloadError(
@@ -522,12 +514,11 @@ class HostGradients(Accumulation):
             if streamed in before and streamed not in totals:
                 totals[streamed] = before[streamed]
             if is_dense and streamed not in totals:
-                first.append(one)
+                first[streamed] = grad
             else:
                 self._take_more(streamed, grad)
         if first:
-            parameters, gradients = zip(*first, strict=True)
-            self._send(parameters, gradients)
+            self._send(tuple(first), [*first.values()])
 
     def _take_whole(self, parameters: tuple[StreamedParameter, ...], gradients: Sequence[Tensor | None]) -> bool:
         target = self._targets.get(parameters)
@@ -614,7 +605,7 @@ class HostGradients(Accumulation):
             known = self._buffers[streamed]
             found = next(((buffer, total) for buffer in known if (total := buffer.lend(streamed)) is not None), None)
             if found is None:  # the caller keeps the gradients of earlier steps
-                (span,) = self._take_pinned([known[0].span.num_bytes])
+                (span,) = self._arena.take_pinned_as_one([known[0].span.num_bytes])
                 known.append(GradientBuffer(span, span))
                 total = known[-1].lend(streamed)
                 assert total is not None

@@ -47,7 +47,7 @@ class Slot:
         self.stepped: Event | None = None
         """Reached when the last step of a parameter here beside the backward is done; None if there was none since it was
         filled. Streams wait for it, except for the rest of the layer's own backward."""
-        self._left: Event | None = None
+        self.left: Event | None = None
         self._has_unknown = False
         """Whether a copy from or to it may be under way whose event an interrupt kept from being recorded."""
         self._device = device
@@ -112,8 +112,8 @@ class Slot:
         after = list[Event]()
         for stream, freed in self.users.items():
             after.append(freed or self._device.record_event(stream, timed=False))
-        if self._left is not None:
-            after.append(self._left)
+        if self.left is not None:
+            after.append(self.left)
         if chunk.written is not None:
             after.append(chunk.written)
         known = self._parts.get(chunk)
@@ -149,8 +149,8 @@ class Slot:
 
     def claim(self, stream: Stream) -> None:
         """Let a stream write to the slot, once the last copy from it is done. From now on its bytes count (DIRTY)."""
-        if self._left is not None:
-            self._device.wait_event(stream, self._left)
+        if self.left is not None:
+            self._device.wait_event(stream, self.left)
         assert self.chunk is not None
         self.chunk.become(Residency.DIRTY)
 
@@ -173,17 +173,10 @@ class Slot:
             self._device.note_written(self.storage, -next(_num_writes))
         after, self._has_unknown = self._device.record_event(timed=False), True
         self.stepped = None if self.stepped is None else after
-        self._left = copy(self.storage, after)
+        self.left = copy(self.storage, after)
         self.chunk.become(Residency.DEVICE)
         self._has_unknown = False
-        return self._left
-
-    def await_copies(self) -> None:
-        """Make the host wait for staging threads that copy to the slot or from it."""
-        for event in (self.ready, self._left):
-            if event is not None:
-                with suppress(Exception):  # the use of the bytes raises it
-                    event.recorded()
+        return self.left
 
     def await_users(self, stream: Stream) -> None:
         """Let a stream wait for all uses of the slot, so that its memory can go back to the stream."""
@@ -191,8 +184,8 @@ class Slot:
             self._device.synchronize()
         if self.ready is not None:
             self._device.wait_event(stream, self.ready)
-        if self._left is not None:
-            self._device.wait_event(stream, self._left)
+        if self.left is not None:
+            self._device.wait_event(stream, self.left)
         for other, freed in self.users.items():
             if other != stream:
                 self._device.wait_event(stream, freed or self._device.record_event(other, timed=False))
@@ -285,8 +278,9 @@ class SlotRing:
 
     def await_copies(self) -> None:
         """Make the host wait for staging threads, which hold slots while they copy."""
-        for slot in self.slots.values():
-            slot.await_copies()
+        for event in (event for slot in self.slots.values() for event in (slot.ready, slot.left) if event is not None):
+            with suppress(Exception):  # the use of the bytes raises it
+                event.recorded()
 
     def close(self) -> None:
         """Release all memory. The host must have waited for the device, since a copy that failed has no event to wait for."""

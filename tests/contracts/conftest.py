@@ -18,11 +18,11 @@ from memkit.device import CpuDevice, Device, ReferenceDevice
 from tests.activations.cases import COMPUTATIONS, inputs_on
 from tests.activations.conftest import deterministic, only_new_objects, open_test_device
 from tests.activations.remat.cases import COMPUTATIONS as ALL_COMPUTATIONS
-from tests.activations.remat.conftest import any_costs, quick_plans, without_collector
+from tests.activations.remat.conftest import quick_plans, without_collector
 from tests.contracts.contexts import KINDS, MORE_KINDS, Kind
 from tests.engine import let_go_of_last_backward
 
-__all__ = ["any_costs", "deterministic", "only_new_objects", "quick_plans", "without_collector"]
+__all__ = ["deterministic", "only_new_objects", "quick_plans", "without_collector"]
 
 DEVICES = ("late", "seed 0", *(["cuda"] if torch.cuda.is_available() else []))
 """Also "cpu" for contexts that work where device memory is host memory."""

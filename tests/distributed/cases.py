@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -118,6 +119,30 @@ def step(model: nn.Module, rank: int, number: int, context: Context = nullcontex
         loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses)
+
+
+def steps(
+    model: nn.Module,
+    context: Context = nullcontext,
+    *,
+    num_steps: int = 6,
+    forwards: int = 1,
+    optimizer: torch.optim.Optimizer | None = None,
+    given: Callable[[int], Tensor] | None = None,
+) -> list[Tensor]:
+    """Run steps of so many forwards in one context each. Return losses and gradients, as this rank has them."""
+    rank, found = dist.get_rank(), []
+    for number in range(num_steps):
+        torch.manual_seed(10 * rank + number)
+        with context():
+            places = range(forwards * number, forwards * number + forwards)
+            loss = sum(model(given(at) if given else tokens_of(rank, at)).square().mean() for at in places)
+        loss.backward()
+        found += [loss.detach(), *(local(item.grad).clone() for item in model.parameters() if item.grad is not None)]
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+    return found
 
 
 def train(

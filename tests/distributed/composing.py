@@ -19,7 +19,7 @@ from memkit.activations.recomputing import region_plan
 from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.activations.saved.counts import Counts
 from memkit.device import ReferenceDevice
-from tests.distributed.cases import NUM_LAYERS, WIDTH, Model, assert_same, local, make, tokens_of, train
+from tests.distributed.cases import NUM_LAYERS, WIDTH, Model, assert_same, make, steps, train
 
 Make = Callable[[], AbstractContextManager[Any]]
 
@@ -115,19 +115,12 @@ RESHARDS: dict[str, dict[str, Any]] = {
 def _by_hand(
     how: str, reshards: str, forwards: int, rank: int, num_ranks: int, make_context: Make | None, attached: bool = False
 ) -> list[torch.Tensor]:
-    mesh = init_device_mesh("cpu", (num_ranks,))
-    model, found = BY_HAND[how](make(), mesh=mesh, **RESHARDS[reshards]), []
+    model = BY_HAND[how](make(), mesh=init_device_mesh("cpu", (num_ranks,)), **RESHARDS[reshards])
     # what is not sharded is each rank's own here: its gradients are not reduced
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attachment = memkit.attach(model, make_context()) if attached and make_context else None
-    for number in range(6):
-        torch.manual_seed(10 * rank + number)
-        with make_context() if make_context and not attached else torch.enable_grad():
-            loss = sum(model(tokens_of(rank, forwards * number + part)).square().mean() for part in range(forwards))
-        loss.backward()
-        found += [loss.detach(), *(local(item.grad).clone() for item in model.parameters())]
-        optimizer.step()
-        optimizer.zero_grad()
+    context = make_context if make_context and not attached else nullcontext
+    found = steps(model, context, forwards=forwards, optimizer=optimizer)
     if attachment is not None:
         attachment.remove()
     return found
@@ -149,28 +142,6 @@ def check_by_hand(how: str, context: str, *, reshards: str = "", forwards: int =
     memkit.reset(f"{TAG} outside")
     assert stats.num_kept >= 0
     return stats.num_copies_out + stats.num_dropped
-
-
-def check_two_forwards(_: str = "") -> None:
-    """Each layer is gathered, let go of and gathered again before a backward needs any of it."""
-
-    def run(budget: float | None) -> list[torch.Tensor]:
-        model, found = memkit.shard(make()), []
-        for number in range(6):
-            torch.manual_seed(number)
-            context = memkit.Rematerialize(budget, **_options()) if budget is not None else torch.enable_grad()
-            with context:
-                loss = sum(model(tokens_of(dist.get_rank(), 2 * number + part)).square().mean() for part in range(2))
-            loss.backward()
-            found += [loss.detach(), *(local(item.grad).clone() for item in model.parameters())]
-            model.zero_grad()
-        return found
-
-    plain = run(None)
-    for budget in (0.7, 0.4, 0.1):
-        assert_same(run(budget), plain)
-        assert memkit.stats(TAG).num_dropped > 0
-        memkit.reset(TAG)
 
 
 class _Block(nn.Module):
@@ -196,16 +167,9 @@ def check_regions(_: str = "", *, how: str = "shard", forwards: int = 1) -> None
         model: nn.Module = nn.Sequential(*(_Block() for _ in range(4)))
         mesh = init_device_mesh("cpu", (num_ranks,))
         model = memkit.shard(model) if how == "shard" else fully_shard(model, mesh=mesh, reshard_after_forward=True)
-        optimizer, found = torch.optim.AdamW(model.parameters()), []
-        for number in range(8):
-            torch.manual_seed(10 * rank + number)
-            with make_context():
-                loss = sum(model(torch.randn(32, WIDTH)).square().mean() for _ in range(forwards))
-            loss.backward()
-            found += [loss.detach(), *(local(item.grad).clone() for item in model.parameters())]
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
+        optimizer = torch.optim.AdamW(model.parameters())
+        batches = [torch.randn(32, WIDTH) for _ in range(8 * forwards)]
+        return steps(model, make_context, num_steps=8, forwards=forwards, optimizer=optimizer, given=batches.__getitem__)
 
     has_context = num_ranks == 1 or rank < num_ranks - 1
     options: dict[str, Any] = {"tag": TAG, "min_bytes": 0, "device": device}
@@ -238,18 +202,11 @@ def check_whole_layers(_: str = "", *, case: str = "plain", forwards: int = 1) -
     lora = options.pop("lora", False)
 
     def run(counts: Counts | None) -> list[torch.Tensor]:
-        model, found = memkit.shard(make(lora=lora), **options), []
+        model = memkit.shard(make(lora=lora), **options)
         regions = None if counts is None else Regions({block: RegionSpec() for block in model.blocks}, counts=counts)
         optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad])
-        for number in range(3):
-            torch.manual_seed(10 * rank + number)
-            with regions or nullcontext():
-                loss = sum(model(tokens_of(rank, forwards * number + part)).square().mean() for part in range(forwards))
-            assert regions is None or not regions.not_taken
-            loss.backward()
-            found += [loss.detach(), *(local(item.grad).clone() for item in model.parameters() if item.grad is not None)]
-            optimizer.step()
-            optimizer.zero_grad()
+        found = steps(model, lambda: regions or nullcontext(), num_steps=3, forwards=forwards, optimizer=optimizer)
+        assert regions is None or not regions.not_taken
         return found
 
     counts = Counts() if num_ranks == 1 or rank < num_ranks - 1 else None

@@ -4,22 +4,19 @@ FSDP2 keeps that busy by itself."""
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import memkit
 from memkit.activations.recomputing import region_plan
 from memkit.activations.recomputing.regions import Regions, RegionSpec
-from memkit.device import Event, ReferenceDevice, Stream
-from memkit.device.clocks import ReferenceEvent
+from memkit.device import ReferenceDevice
 from memkit.distributed import sharding
-from tests.calls import num_calls
+from tests.calls import CallsOfDevice, num_calls
 from tests.distributed.cases import make, step
 from tests.distributed.groups import fake_group, group_of_one
 
@@ -28,32 +25,8 @@ NUM_GATHERS = 2 * NUM_LAYERS + 1
 """In a step: those of all layers, twice, and that of what is in none."""
 
 
-class Counting(ReferenceDevice):
-    """Counts what costs a real device's host microseconds each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = Counter[str]()
-
-    def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> ReferenceEvent:
-        self.counts["timed" if timed else "untimed"] += 1
-        return super().record_event(stream, timed=timed)
-
-    def wait_event(self, stream: Stream, event: Event) -> None:
-        self.counts["waits"] += 1
-        super().wait_event(stream, event)
-
-    def allocate(self, num_bytes: int) -> torch.UntypedStorage:
-        self.counts["storages"] += 1
-        return super().allocate(num_bytes)
-
-    def synchronize(self, event: Event | None = None) -> None:
-        self.counts["stops"] += 1
-        super().synchronize(event)
-
-
-def _on_host(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Counting]:
-    device = Counting()
+def _on_host(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, CallsOfDevice]:
+    device = CallsOfDevice()
     monkeypatch.setattr(sharding, "open_device", lambda _: device)
     model = memkit.shard(model, offload_policy=CPUOffloadPolicy())
     for number in range(2):

@@ -6,7 +6,6 @@ On two ranks see test_two_ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -22,7 +21,7 @@ from memkit.activations.budgeting.limits import UNKNOWN_STATE_BYTES
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.recomputing.regions import why_not_region
 from memkit.device import ReferenceDevice
-from tests.distributed.cases import assert_same, by_hand, local, make, optimizer_of, train
+from tests.distributed.cases import assert_same, by_hand, local, make, optimizer_of, steps, train
 from tests.distributed.composing import (
     BY_HAND,
     CASES,
@@ -35,36 +34,20 @@ from tests.distributed.composing import (
     check_same,
     check_whole_layers,
 )
-from tests.distributed.groups import group_of_one
 
-pytestmark = pytest.mark.filterwarnings("ignore:Rematerialize .* cannot be kept to", "ignore:MemoryBudget")
-
-
-@pytest.fixture(autouse=True)
-def one() -> Iterator[None]:
-    with group_of_one():
-        yield
-
-
-_MILDER = ("CPUOffload(0.2)", "Rematerialize(0.5)", "MemoryBudget, half")
-"""Contexts that do less of what others do."""
-
-
-def _always(context: str, case: str, attached: bool) -> bool:
-    """Tell whether one of them is run always: each context but the milder ones once, in turn within and attached."""
-    number = list(CONTEXTS).index(context)
-    return context not in _MILDER and case == ("LoRA" if attached else "plain") and attached == (number % 2 == 1)
-
-
-RUNS = [
-    pytest.param(*run, marks=() if _always(*run) else pytest.mark.slow)
-    for run in itertools.product(CONTEXTS, CASES, (False, True))
-    if run[0] != "both" or not run[2]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Rematerialize .* cannot be kept to", "ignore:MemoryBudget"),
+    pytest.mark.usefixtures("one"),
 ]
 
 
+@pytest.mark.core(1)
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(("context", "case", "attached"), RUNS)
+@pytest.mark.parametrize(
+    ("context", "attached"),
+    [(name, attached) for name in CONTEXTS for attached in (False, True) if name != "both" or not attached],
+)
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_are_the_same(context: str, case: str, attached: bool) -> None:
     acted_bytes = check_same(context, attached=attached, **CASES[case])
 
@@ -148,32 +131,27 @@ class _Chain(nn.Module):
 
 
 def test_results_of_layers_are_roots() -> None:
-    def run(context: bool) -> list[Tensor]:
+    def run(context: Make) -> list[Tensor]:
         torch.manual_seed(0)
         model = memkit.shard(_Chain())
-        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
-        for number in range(6):
-            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
-            with memkit.Rematerialize(0.4, tag=TAG, min_bytes=0, device=ReferenceDevice()) if context else torch.enable_grad():
-                loss = model(x).square().mean()
-            loss.backward()
-            found += [loss.detach(), *(item.grad.to_local().clone() for item in model.parameters())]
-            optimizer.step()
-            optimizer.zero_grad()
-        return found
+        return steps(model, context, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), given=_numbers)
 
-    assert_same(run(True), run(False))
+    assert_same(run(_remat(0.4)), run(nullcontext))
     assert memkit.stats(TAG).num_dropped > 0
 
 
-def _is_short(how: str, context: str, reshards: str, forwards: int, attached: bool) -> bool:
-    """Tell whether one is run always: those that were wrong without an error."""
-    is_twice = how == "root" and reshards == "always" and forwards == 2
-    return is_twice and not attached and context in ("Rematerialize(0.5)", "MemoryBudget, half")
+def _numbers(seed: int) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
 
 
+def _remat(budget: float) -> Make:
+    return lambda: memkit.Rematerialize(budget, tag=TAG, min_bytes=0, device=ReferenceDevice())
+
+
+_WRONG_ONCE = [("root", name, "always", 2, False) for name in ("Rematerialize(0.5)", "MemoryBudget, half")]
+"""Without an error."""
 BY_HAND_RUNS = [
-    pytest.param(*run, marks=() if _is_short(*run) else pytest.mark.slow)
+    pytest.param(*run, marks=() if run in _WRONG_ONCE else pytest.mark.slow)
     for run in itertools.product(BY_HAND, CONTEXTS, RESHARDS, (1, 2), (False, True))
     if run[1] != "both" or not run[4]
 ]
@@ -230,47 +208,31 @@ class _Ends(nn.Module):
 def test_what_is_not_gathered_for_its_backward_is_kept(context: str) -> None:
     def run(make_context: Make) -> list[Tensor]:
         torch.manual_seed(0)
-        model, found = memkit.shard(_Ends(), layers=["first", *(f"layers.{number}" for number in range(3))]), []
+        model = memkit.shard(_Ends(), layers=["first", *(f"layers.{number}" for number in range(3))])
         model.first.set_unshard_in_backward(False)  # type: ignore[operator]  # it is one of FSDP2's by now
-        for number in range(8):
-            torch.manual_seed(number)
-            with make_context():
-                loss = model(torch.arange(17)).square().mean()
-            loss.backward()
-            found += [loss.detach(), *(local(item.grad) for item in model.parameters() if item.grad is not None)]
-            model.zero_grad()
-        return found
+        return steps(model, make_context, num_steps=8, given=lambda _: torch.arange(17))
 
-    plain = run(nullcontext)
-    found = run(CONTEXTS[context])
-    stats = memkit.stats(TAG)
-
-    assert_same(found, plain)
-    assert context != "Rematerialize(0.1)" or stats.num_replays > 0
+    assert_same(run(CONTEXTS[context]), run(nullcontext))
+    assert context != "Rematerialize(0.1)" or memkit.stats(TAG).num_replays > 0
     memkit.reset(TAG)
 
 
 def test_marks_are_set_once_and_around_the_hook_of_fsdp_alone() -> None:
     """What others do ahead of a forward, also to what they are given, is seen."""
 
-    def run(context: bool) -> list[Tensor]:
+    def run(context: Make) -> list[Tensor]:
         torch.manual_seed(0)
-        model = _Doubled()
+        model, counts = _Doubled(), list[int]()
         fully_shard(model.second, mesh=init_device_mesh("cpu", (1,)))
         model.second.register_forward_pre_hook(lambda _, args: (args[0].cos() * 2,))
         model.second.register_forward_pre_hook(lambda _, args: (args[0].mul_(3),), prepend=True)
-        counts, found = [], []
-        for number in range(4):
-            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
-            with memkit.Rematerialize(0.1, tag=TAG, min_bytes=0, device=ReferenceDevice()) if context else torch.enable_grad():
-                loss = model(x).square().mean()
-            loss.backward()
-            found += [loss.detach(), *(local(item.grad).clone() for item in model.parameters())]
+        for seed in range(4):
+            found = steps(model, context, num_steps=1, given=lambda _, seed=seed: _numbers(seed))  # type: ignore[misc]
             counts.append(len(model.second._forward_pre_hooks) + len(model.second._forward_hooks))
         assert set(counts) == {counts[0]}
         return found
 
-    assert_same(run(True), run(False))
+    assert_same(run(_remat(0.1)), run(nullcontext))
     assert memkit.stats(TAG).num_dropped > 0
 
 

@@ -126,19 +126,7 @@ def _chunk_bytes(module: nn.Module) -> int:
     return sum(-(-local(item).untyped_storage().nbytes() // 512) * 512 for item in module.parameters())
 
 
-def test_two_chunks_at_most_are_on_the_device() -> None:
-    with fake_group(8), racing() as device:
-        model = memkit.shard(make(), offload_policy=HOST)
-        counter = device.memory_counter()
-        for number in range(2):
-            step(model, 0, number)
-            assert counter.allocated_bytes() == 0
-        chunk, rest = _chunk_bytes(model.blocks[0]), _chunk_bytes(model.embedding) + _chunk_bytes(model.head)
-
-    assert counter.peak_bytes() <= max(2 * chunk, chunk + rest)
-
-
-def test_no_chunk_waits_on_the_device_while_the_loss_is_computed() -> None:
+def test_two_chunks_at_most_are_on_the_device_and_none_while_the_loss_is_computed() -> None:
     """There is most in use then."""
     with fake_group(8), racing() as device:
         model, counter = memkit.shard(make(), offload_policy=HOST), device.memory_counter()
@@ -146,7 +134,10 @@ def test_no_chunk_waits_on_the_device_while_the_loss_is_computed() -> None:
         model.head.register_forward_hook(lambda *_: found.append(counter.allocated_bytes()))
         for number in range(2):
             step(model, 0, number)
+            assert counter.allocated_bytes() == 0
+        chunk, rest = _chunk_bytes(model.blocks[0]), _chunk_bytes(model.embedding) + _chunk_bytes(model.head)
 
+    assert counter.peak_bytes() <= max(2 * chunk, chunk + rest)
     assert found == [0, 0]
 
 
@@ -295,32 +286,20 @@ def test_what_is_interrupted_between_parts_frees_nothing_that_is_being_copied_to
             assert torch.equal(model(torch.arange(8)), plain(torch.arange(8)))
 
 
-def test_host_waits_for_copies_before_it_may_write(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("then", ["backward", "load", "save"])
+def test_host_waits_for_copies_before_it_may_write(one: None, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also ahead of states, where no backward has come."""
     with racing() as device:
         model = memkit.shard(make(), offload_policy=HOST)
-        waits: list[object] = []
+        states, waits = model.state_dict(), list[object]()
         monkeypatch.setattr(device, "synchronize", waits.append)
         loss = model(torch.arange(8)).sum()
         assert waits == []  # a backward comes, and the host stays ahead
-        loss.backward()
+        {"backward": loss.backward, "load": lambda: model.load_state_dict(states), "save": model.state_dict}[then]()
         assert len(waits) == 1
         with torch.no_grad():
             model(torch.arange(8))
         assert len(waits) == 2
-
-
-@pytest.mark.parametrize("loads", [False, True])
-def test_host_waits_ahead_of_states_where_no_backward_has_come(one: None, loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with racing() as device:
-        model = memkit.shard(make(), offload_policy=HOST)
-        states = model.state_dict()
-        waits: list[object] = []
-        monkeypatch.setattr(device, "synchronize", waits.append)
-        model(torch.arange(8))
-        assert waits == []
-        model.load_state_dict(states) if loads else model.state_dict()
-
-        assert len(waits) == 1
 
 
 def test_failing_backward_leaves_nothing_on_its_way(one: None) -> None:

@@ -25,12 +25,7 @@ from memkit.profile.tracker import trace_ahead
 from tests.distributed.cases import Model, assert_same, by_hand, groups_of, local, make, optimizer_of, step, train
 from tests.distributed.groups import fake_group, group_of_one
 from tests.distributed.hosting import on_host
-from tests.distributed.profiling import (
-    Broken,
-    assert_same_activations,
-    bytes_in,
-    profile,
-)
+from tests.distributed.profiling import Broken, assert_same_activations, bytes_in, profile
 
 
 def _by_hand(model: Model) -> Model:

@@ -29,16 +29,7 @@ from memkit.transfer import ReferenceDisk
 from tests.distributed import stepping
 from tests.distributed.cases import Model, assert_same, local, make, step
 from tests.distributed.hosting import on_host, racing
-from tests.distributed.stepping import (
-    OPTIMIZERS,
-    Spied,
-    late_gradients,
-    outcome,
-    raise_for,
-    spied,
-    train,
-    trained,
-)
+from tests.distributed.stepping import OPTIMIZERS, Spied, late_gradients, outcome, raise_for, spied, train, trained
 from tests.engine import LateThread
 from tests.states.test_group_edits import Program
 from tests.test_forks import RAISED, in_fork
@@ -85,6 +76,11 @@ def test_thread_is_there_before_the_first_backward(one: None, monkeypatch: pytes
 def spied_states(model: nn.Module) -> tuple[Spied, memkit.StateOffload]:
     optimizer = spied(model)
     return optimizer, memkit.StateOffload(optimizer, when="backward")
+
+
+def spied_model() -> tuple[Any, Spied, memkit.StateOffload]:
+    model: Any = on_host(make())
+    return model, *spied_states(model)
 
 
 def _fail() -> None:
@@ -172,36 +168,9 @@ def test_thread_waits_for_the_last_copy_of_each_layer(one: None, monkeypatch: py
     assert {*waited} == {layer.last_read for layer in layers}
 
 
-class _Backwards(Model):
-    """Runs its blocks from the last to the first, so that what is gathered ahead was stepped already."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in reversed(self.blocks):
-            x = block(x)
-        return self.head(x)
-
-
-@pytest.mark.parametrize(
-    ("prefetch", "seed"), [(1, None), *(pytest.param(*it, marks=pytest.mark.slow) for it in ((1, 0), (0, None), (0, 0)))]
-)
-def test_model_that_runs_in_another_order(one: None, prefetch: int, seed: int | None) -> None:
-    def build() -> Model:
-        torch.manual_seed(0)
-        return on_host(_Backwards(), seed=seed, prefetch=prefetch)
-
-    model = build()
-    expected = train(model, spied(model))
-    model = build()
-    optimizer, states = spied_states(model)
-
-    assert_same(train(model, optimizer, states=states), expected)
-
-
 def test_copy_of_a_shard_waits_for_its_step(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an interrupt, when the backward has not waited for the thread."""
-    model = on_host(make())
-    optimizer, _states = spied_states(model)
+    model, optimizer, _ = spied_model()
     seen: list[bool] = []
     goes_on = threading.Event()
     optimizer.before = lambda _: goes_on.wait(30)
@@ -216,84 +185,101 @@ def test_copy_of_a_shard_waits_for_its_step(one: None, monkeypatch: pytest.Monke
     assert seen == [True] * 5
 
 
-@pytest.mark.slow
-def test_layer_that_is_used_twice_is_stepped_once(one: None) -> None:
-    def build() -> Model:
-        model = make()
-        model.blocks = nn.ModuleList(model.blocks[number] for number in (0, 1, 0, 2))
-        return on_host(model, layers=["blocks.0", "blocks.1", "blocks.3"])
-
-    model = build()
-    expected = train(model, spied(model))
-    model = build()
-    optimizer, states = spied_states(model)
-
-    assert_same(train(model, optimizer, states=states), expected)
-
-
 # Steps
 
 
-def same_as_alone(
-    run: Callable[[Any, Any], object], optimizer_of: Callable[[Any], Any] = spied, build: Callable[[], Model] = make
-) -> None:
-    """See that a run of a model and its optimizer ends alike with a `StateOffload` and without."""
+class _Backwards(Model):
+    """Runs its blocks from the last to the first, so that what is gathered ahead was stepped already."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+def _reversed(**options: Any) -> Model:
+    torch.manual_seed(0)
+    return on_host(_Backwards(), **options)
+
+
+def _used_twice() -> Model:
+    model = make()
+    model.blocks = nn.ModuleList(model.blocks[number] for number in (0, 1, 0, 2))
+    return on_host(model, layers=["blocks.0", "blocks.1", "blocks.3"])
+
+
+def _without_trained_layers() -> Model:
+    """Gradients are reduced when the backward is over."""
+    model = make()
+    model.blocks.requires_grad_(False)
+    model.head.requires_grad_(False)
+    return on_host(model)
+
+
+def _reached_in_part(model: Any, optimizer: Any) -> None:
+    """What a backward does not reach has a gradient that was set by hand, and is left for the step."""
+    others = model.embedding, model.blocks[0].norm
+    for module in others:
+        module.requires_grad_(False)
+    step(model, 0, 0)
+    for module in others:
+        module.requires_grad_(True)
+        for item in module.parameters():
+            item.grad = item.detach() * 0.5
+    optimizer.step()
+
+
+def _closure(model: Any, optimizer: Any) -> None:
+    for number in range(2):
+        optimizer.zero_grad()
+        optimizer.step(lambda number=number: step(model, 0, number).sum())  # type: ignore[misc]
+
+
+def _not_synchronized(model: Any, optimizer: Any) -> None:
+    for is_last in (False, True):
+        model.set_requires_gradient_sync(is_last)
+        step(model, 0, int(is_last))
+    optimizer.step()
+
+
+def _group_in_between(model: Any, optimizer: Any) -> None:
+    step(model, 0, 0)
+    optimizer.add_param_group({"params": trained(model)[:1], "lr": 1e-3})
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, numbers=[1, 2])
+
+
+Run = Callable[[Any, Any], object]
+PROGRAMS: dict[str, tuple[Run, Callable[[], Model], Callable[[Any], Any]]] = {
+    "reached in part": (_reached_in_part, lambda: on_host(make()), spied),
+    "group in between": (
+        *(_group_in_between, lambda: on_host(make())),
+        lambda model: torch.optim.AdamW(trained(model)[1:], lr=1e-2, fused=True),
+    ),
+    "reversed": (train, _reversed, spied),
+    "closure": (_closure, lambda: on_host(make()), lambda model: OPTIMIZERS["fused AdamW"](trained(model))),
+    "not synchronized": (_not_synchronized, lambda: on_host(make()), spied),
+    "reversed, at random": (train, lambda: _reversed(seed=0), spied),
+    "reversed, none ahead": (train, lambda: _reversed(prefetch=0), spied),
+    "used twice": (train, _used_twice, spied),
+    "no trained layers": (lambda *given: train(*given, numbers=range(2)), _without_trained_layers, spied),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (at > 2)) for at, name in enumerate(PROGRAMS)])
+def test_model_ends_as_alone(one: None, name: str) -> None:
+    run, build, optimizer_of = PROGRAMS[name]
     found = []
     for opens in (True, False):
-        model = on_host(build())
+        model = build()
         optimizer = optimizer_of(model)
         with memkit.StateOffload(optimizer, when="backward") if opens else nullcontext():
             run(model, optimizer)
             found.append(outcome(model, optimizer))
+
     assert_same(*found)
-
-
-def test_what_a_backward_does_not_reach_is_left_for_the_step(one: None) -> None:
-    """A gradient that was set by hand."""
-
-    def run(model: Any, optimizer: Any) -> None:
-        model.embedding.weight.requires_grad_(False)
-        model.blocks[0].norm.requires_grad_(False)
-        step(model, 0, 0)
-        model.embedding.weight.requires_grad_(True)
-        model.blocks[0].norm.requires_grad_(True)
-        for item in (model.embedding.weight, *model.blocks[0].norm.parameters()):
-            item.grad = item.detach() * 0.5
-        optimizer.step()
-
-    same_as_alone(run)
-
-
-@pytest.mark.slow
-def test_closure_of_a_step_runs_the_backward(one: None) -> None:
-    def run(model: Any, optimizer: Any) -> None:
-        for number in range(2):
-            optimizer.zero_grad()
-            optimizer.step(lambda number=number: step(model, 0, number).sum())  # type: ignore[misc]
-
-    same_as_alone(run, lambda model: OPTIMIZERS["fused AdamW"](trained(model)))
-
-
-@pytest.mark.slow
-def test_gradients_that_are_not_synchronized_are_stepped_when_they_are(one: None) -> None:
-    def run(model: Any, optimizer: Any) -> None:
-        for is_last in (False, True):
-            model.set_requires_gradient_sync(is_last)
-            step(model, 0, int(is_last))
-        optimizer.step()
-
-    same_as_alone(run)
-
-
-def test_group_that_comes_between_the_backward_and_its_step(one: None) -> None:
-    def run(model: Any, optimizer: Any) -> None:
-        step(model, 0, 0)
-        optimizer.add_param_group({"params": trained(model)[:1], "lr": 1e-3})
-        optimizer.step()
-        optimizer.zero_grad()
-        train(model, optimizer, numbers=[1, 2])
-
-    same_as_alone(run, lambda model: torch.optim.AdamW(trained(model)[1:], lr=1e-2, fused=True))
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
@@ -339,19 +325,6 @@ def test_another_backward_of_one_step_raises(one: None) -> None:
     assert states.stats().num_steps == 2
 
 
-@pytest.mark.slow
-def test_model_of_which_no_layer_is_trained(one: None) -> None:
-    """Gradients are reduced when the backward is over."""
-
-    def build() -> Model:
-        model = make()
-        model.blocks.requires_grad_(False)
-        model.head.requires_grad_(False)
-        return model
-
-    same_as_alone(lambda model, optimizer: train(model, optimizer, numbers=range(2)), build=build)
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("act", ["step", pytest.param("state_dict", marks=pytest.mark.slow)])
@@ -368,8 +341,7 @@ def test_closing_gives_the_optimizer_back(one: None) -> None:
     model = on_host(make())
     optimizer = spied(model)
     expected = train(model, optimizer, numbers=range(4))
-    model = on_host(make())
-    optimizer, states = spied_states(model)
+    model, optimizer, states = spied_model()
     train(model, optimizer, states=states, numbers=range(2))
     states.close()
     states.close()
@@ -390,8 +362,7 @@ def test_closing_gives_the_optimizer_back(one: None) -> None:
 def test_step_that_fails_ahead_of_writing_is_made_by_the_next(one: None) -> None:
     model = on_host(make())
     expected = train(model, spied(model), numbers=range(2))
-    model = on_host(make())
-    optimizer, states = spied_states(model)
+    model, optimizer, states = spied_model()
     optimizer.before = raise_for(local(model.embedding.weight).numel())
     with pytest.raises(StateOffloadError, match=r"has failed: ArithmeticError: on purpose\. What has failed is as before"):
         step(model, 0, 0)
@@ -404,8 +375,7 @@ def test_step_that_fails_ahead_of_writing_is_made_by_the_next(one: None) -> None
 
 
 def test_step_that_fails_after_writing_says_what_is_lost(one: None) -> None:
-    model = on_host(make())
-    optimizer, _states = spied_states(model)
+    model, optimizer, _ = spied_model()
     train(model, optimizer, numbers=[0])
     saved = optimizer.state_dict()
     optimizer.after = raise_for(local(model.embedding.weight).numel())
@@ -426,8 +396,7 @@ def test_step_that_fails_after_writing_says_what_is_lost(one: None) -> None:
 
 
 def test_rest_that_fails_in_the_step_is_made_by_the_next(one: None) -> None:
-    model = on_host(make())
-    optimizer, states = spied_states(model)
+    model, optimizer, states = spied_model()
     with states.accumulate():
         step(model, 0, 0)
     fail, calls = raise_for(local(model.embedding.weight).numel()), list[int]()
@@ -484,8 +453,7 @@ def test_backward_that_fails_while_a_thread_of_the_engine_is_at_a_node(
 
 def test_failure_is_told_behind_what_fsdp_reduces_at_the_end(one: None) -> None:
     """Also where a layer is gathered in the backward ahead of all that FSDP2 does there: the model itself runs again."""
-    model = on_host(make())
-    optimizer, _ = spied_states(model)
+    model, optimizer, _ = spied_model()
     optimizer.before = raise_for(local(model.blocks[3].up.weight).numel())
     x = torch.ones((), requires_grad=True)
     with pytest.raises(StateOffloadError, match="on purpose"):
@@ -498,8 +466,7 @@ def test_failure_is_told_behind_what_fsdp_reduces_at_the_end(one: None) -> None:
 def test_interrupt_of_the_wait_leaves_nothing_half_way(one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = on_host(make())
     expected = train(plain, spied(plain))
-    model = on_host(make())
-    optimizer, states = spied_states(model)
+    model, optimizer, states = spied_model()
     wait, is_over = ShardSteps._wait_for_thread, False
 
     def interrupted(steps: ShardSteps) -> None:
@@ -539,22 +506,6 @@ def test_refuses_what_would_move_something(one: None, options: dict[str, Any], f
         opened(on_host(make()), overlap_forward=True)
 
 
-def test_refuses_other_parameters_beside_them(one: None) -> None:
-    model = on_host(make())
-    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
-
-    with pytest.raises(ValueError, match=r"found beside them parameter 0\.\d+, a Parameter on cpu\. Leave it to another"):
-        memkit.StateOffload(optimizer, when="backward")
-
-
-def test_refuses_shards_that_fsdp_brings_by_itself(one: None) -> None:
-    model = make()
-    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-    with pytest.raises(ValueError, match=r"by memkit\.shard\(model, offload_policy=CPUOffloadPolicy\(\)\), are stepped with"):
-        opened(model)
-
-
 class _Drawing(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -563,11 +514,31 @@ class _Drawing(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_refuses_optimizers_that_draw_or_mix(one: None) -> None:
-    model = on_host(make())
-    for optimizer in (_Drawing(model.parameters(), lr=0.1), torch.optim.Adafactor(model.parameters())):
-        with pytest.raises(ValueError, match=r"for which each element has to be stepped by itself"):
-            memkit.StateOffload(optimizer, when="backward")
+def _by_hand() -> list[nn.Parameter]:
+    return trained(fully_shard(make(), offload_policy=CPUOffloadPolicy(pin_memory=False)))
+
+
+_MIXES = "for which each element has to be stepped by itself"
+REFUSED: dict[str, tuple[Callable[[], torch.optim.Optimizer], str]] = {
+    "others beside them": (
+        lambda: torch.optim.SGD([*on_host(make()).parameters(), nn.Parameter(torch.ones(2))], lr=0.1),
+        r"found beside them parameter 0\.\d+, a Parameter on cpu\. Leave it to another",
+    ),
+    "brought by FSDP2": (
+        lambda: OPTIMIZERS["fused AdamW"](_by_hand()),
+        r"by memkit\.shard\(model, offload_policy=CPUOffloadPolicy\(\)\), are stepped with",
+    ),
+    "drawing": (lambda: _Drawing(on_host(make()).parameters(), lr=0.1), _MIXES),
+    "mixing": (lambda: torch.optim.Adafactor(on_host(make()).parameters()), _MIXES),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_what_it_cannot_step(one: None, name: str) -> None:
+    make_optimizer, message = REFUSED[name]
+
+    with pytest.raises(ValueError, match=message):
+        memkit.StateOffload(make_optimizer(), when="backward")
 
 
 def test_refuses_gradients_that_are_split_otherwise(one: None) -> None:

@@ -23,12 +23,13 @@ from memkit.errors import StateOffloadError
 from memkit.states import shards
 from memkit.states.packing import moved_state
 from tests.distributed.cases import assert_same
-from tests.distributed.groups import group_of_one
 from tests.distributed.offloading import Scaled, adamw, check_same, found_in, in_windows, offload, sharded, train
-from tests.states.cases import OPTIMIZERS, EightBit
+from tests.states.cases import OPTIMIZERS, EightBit, Odd
 from tests.weights.wrapped import Int8
 
 MIXING = ("Adafactor loop", "Adafactor foreach", "Muon")
+pytestmark = pytest.mark.usefixtures("one")
+
 NOT_OVER_SHARDS = ("Rprop loop", "Rprop foreach", "SGD fused")
 """What steps no shards in PyTorch, for want of an op."""
 OFTEN = ("AdamW fused", "RMSprop foreach", "schedule free", "rebinding")
@@ -37,12 +38,6 @@ CASES = [
     for case in OPTIMIZERS
     if case.name not in (*MIXING, *NOT_OVER_SHARDS) and not case.name.endswith(" loop")
 ]
-
-
-@pytest.fixture(autouse=True)
-def one() -> Iterator[None]:
-    with group_of_one():
-        yield
 
 
 def _shard(values: Tensor, *placements: Any) -> nn.Parameter:
@@ -57,29 +52,6 @@ def _step(optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
             grad = torch.randn(parameter.size(), generator=generator, dtype=torch.float32).to(parameter.dtype)
             parameter.grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements)
     optimizer.step()
-
-
-class Restless(torch.optim.Optimizer):
-    """Has its states change places, puts another tensor into the data of parameters, and begins anew at the seventh step."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if parameter.grad is None:
-                    continue
-                state["count"] = state.get("count", 0) + 1
-                if state["count"] == 7:
-                    del self.state[parameter]
-                    continue
-                older, old = state.get("old", parameter.grad * 0.5), state.get("older", parameter.grad * 0.25)
-                state["old"], state["older"] = old, older
-                old.mul_(0.9).add_(parameter.grad)
-                parameter.data = parameter.data - group["lr"] * (old + 0.5 * older)
 
 
 class Drawing(torch.optim.SGD):
@@ -164,7 +136,7 @@ def test_states_change_places_and_begin_anew() -> None:
     """The class puts another tensor into the data of parameters as well."""
     values = torch.randn(6, 4)
     parameters = [nn.Parameter(values.clone()), _shard(values.clone())]
-    plain, optimizer = (Restless([parameter]) for parameter in parameters)
+    plain, optimizer = (Odd([parameter]) for parameter in parameters)
     with offload(optimizer) as states:
         for seed in range(9):
             parameters[0].grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
@@ -239,6 +211,25 @@ def test_a_step_that_fails_is_made_again(failing: Callable[..., None], options: 
 
         for one, other in zip(*made, strict=True):
             assert torch.equal(one.to_local(), other.to_local())
+
+
+def test_a_shard_that_was_stepped_in_part_is_not_gone_on_with(failing: Callable[..., None]) -> None:
+    """Whatever its gradient is by then."""
+    parameter = _shard(torch.randn(40, 26))
+    optimizer = Failing([parameter], lr=1e-2)
+    with in_windows(), offload(optimizer) as states:
+        assert states.plan.pieces[0].windows
+        _step(optimizer)
+        failing(2, 3)
+        with pytest.raises((ValueError, StateOffloadError)):
+            _step(optimizer)
+        failing()
+        parameter.grad.mul_(2)  # moves the version of the shard, not that of its local tensor
+
+        with pytest.raises(StateOffloadError, match=r"the step was broken off within parameter 0\.0: a part of the parameter"):
+            optimizer.step()
+        with pytest.warns(UserWarning, match="a part of the parameter"):
+            states.close()
 
 
 # Refusals

@@ -39,7 +39,6 @@ from tests.distributed.composing import (
     check_by_hand,
     check_regions,
     check_same,
-    check_two_forwards,
     check_whole_layers,
 )
 from tests.distributed.groups import Failed, Found, Work, group_of_one, run_ranks
@@ -57,18 +56,6 @@ def _same_as_by_hand(_: str, *, lora: bool = False, frozen_dtype: torch.dtype | 
     for prefetch in (1, 2):
         model = memkit.shard(make(lora=lora), frozen_dtype=frozen_dtype, prefetch=prefetch)
         assert_same(train(model, rank, micro=micro), plain)
-
-
-def _lora(folder: str) -> None:
-    _same_as_by_hand(folder, lora=True)
-
-
-def _low_lora(folder: str) -> None:
-    _same_as_by_hand(folder, lora=True, frozen_dtype=torch.bfloat16)
-
-
-def _micro_batches(folder: str) -> None:
-    _same_as_by_hand(folder, micro=3)
 
 
 def _same_on_all_ranks(_: str) -> list[torch.Tensor]:
@@ -194,7 +181,7 @@ def _thinned(works: dict[str, tuple[Work, Case]], num_together: int) -> dict[str
 
 WORKS: dict[str, Work] = {
     "by hand": _same_as_by_hand,
-    "LoRA": _lora,
+    "LoRA": functools.partial(_same_as_by_hand, lora=True),
     "reductions": _reductions,
     "raised on one": _raised_on_one,
     "raised on both": _raised_on_both,
@@ -210,9 +197,8 @@ WORKS: dict[str, Work] = {
     **{f"StateOffload, {name}": work for name, work in offloading.OFTEN.items()},
     **profiling.PROFILES,
     "ends as layers": hosting.check_ends,
-    "frozen in bfloat16": _low_lora,
-    "micro-batches": _micro_batches,
-    "two forwards": check_two_forwards,
+    "frozen in bfloat16": functools.partial(_same_as_by_hand, lora=True, frozen_dtype=torch.bfloat16),
+    "micro-batches": functools.partial(_same_as_by_hand, micro=3),
     **{f"whole layers, {case}": functools.partial(check_whole_layers, case=case) for case in [*LAYER_CASES][1:3]},
     **_thinned(COMPOSED, 1),
     **{f"StateOffload, {name}": work for name, work in offloading.FULL.items()},

@@ -77,6 +77,10 @@ def tiny_states(model: nn.Module) -> list[object]:
     return [partial(memkit.StateOffload, device=ReferenceDevice())]
 
 
+def in_backward(model: nn.Module) -> list[object]:
+    return [partial(memkit.StateOffload, when="backward", device=ReferenceDevice())]
+
+
 def tiny_states_and_remat(model: nn.Module) -> list[object]:
     return [*tiny_states(model), *tiny_remat(model)]
 
@@ -101,12 +105,6 @@ EVERY_FEATURE = pytest.mark.parametrize(
     [pytest.param(make, marks=[pytest.mark.slow] * (make is tiny_budget)) for make in FEATURES.values()],
     ids=FEATURES.keys(),
 )
-
-
-THAT_CHECKPOINTS_SEE = pytest.mark.parametrize(
-    "make", [tiny_remat, tiny_layers, tiny_states], ids=["Rematerialize", "LayerOffload", "StateOffload"]
-)
-"""Of those with one context, which of them it is makes no difference to what is saved and loaded."""
 
 
 def assert_same_weights(model: nn.Module, plain: nn.Module) -> None:

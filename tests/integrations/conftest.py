@@ -23,3 +23,11 @@ def _closes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for offload in reversed(made):
         offload.close()
+
+
+@pytest.fixture
+def no_dynamo_by_environment(monkeypatch: pytest.MonkeyPatch, no_compiled_code_is_left: None) -> None:
+    """Put back the environment by which Trainer has Accelerate compile the model."""
+    for name in ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE"):
+        monkeypatch.setenv(name, "no")
+        monkeypatch.delenv(name)

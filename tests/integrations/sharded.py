@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import memkit
 from memkit.device import ReferenceDevice
+from tests.integrations.cases import llama
+from tests.integrations.runs import lightning_trainer, trainer_of
 
 Make = Callable[[], object]
 FEATURES: dict[str, Make] = {
     "CPUOffload": lambda: memkit.CPUOffload(1.0, "sharded offload", min_bytes=0, device=ReferenceDevice()),
     "Rematerialize": lambda: memkit.Rematerialize(0.3, "sharded remat", min_bytes=0, device=ReferenceDevice()),
-    "MemoryBudget": lambda: memkit.MemoryBudget("64KiB", "sharded budget", min_bytes=0, device=ReferenceDevice()),
     "StateOffload": lambda: partial(memkit.StateOffload, device=ReferenceDevice()),
 }
 
@@ -60,33 +61,21 @@ def with_trainer(folder: str) -> dict[str, dict[str, float]]:
     _as_torchrun()
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
-    from transformers import Trainer, TrainingArguments
 
     from memkit.integrations import MemkitCallback
-    from tests.integrations.cases import llama, token_rows
+
+    config = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 
     def run(make: Make | None) -> tuple[list[Tensor], dict[str, float]]:
-        callback = None if make is None else MemkitCallback(make())
-        model, rows = llama(), [{"input_ids": row, "labels": row} for row in token_rows()]
-        arguments = TrainingArguments(
-            output_dir=str(Path(folder) / "trainer"),
-            use_cpu=True,
-            report_to="none",
-            per_device_train_batch_size=2,
-            max_steps=4,
-            logging_steps=1,
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=3,
-            fsdp=True,
-            fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+        model, callbacks = llama(), [] if make is None else [MemkitCallback(make())]
+        trainer = trainer_of(
+            Path(folder) / "trainer", model, *callbacks, per_device_train_batch_size=2, fsdp=True, fsdp_config=config
         )
-        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[] if callback is None else [callback])
         state = trainer.accelerator.state  # accelerate has FSDP on accelerators only
         state.distributed_type, trainer.is_fsdp_enabled = DistributedType.FSDP, True
-        state.fsdp_plugin = FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args)
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
         trainer.train()
-        return _parts(model), {} if callback is None else callback.figures()
+        return _parts(model), callbacks[0].figures() if callbacks else {}
 
     return _compare(run)
 
@@ -122,23 +111,13 @@ def with_lightning(folder: str) -> dict[str, dict[str, float]]:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def run(make: Make | None) -> tuple[list[Tensor], dict[str, float]]:
-        callback = None if make is None else MemkitLightningCallback(make())
-        module = Net()
+        module, callbacks = Net(), [] if make is None else [MemkitLightningCallback(make())]
         lightning.seed_everything(7, verbose=False)
-        trainer = lightning.Trainer(
-            strategy=ModelParallelStrategy(dist.get_world_size(), 1, process_group_backend="gloo"),
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            max_steps=5,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            callbacks=[] if callback is None else [callback],
-        )
+        strategy = ModelParallelStrategy(dist.get_world_size(), 1, process_group_backend="gloo")
+        settings = {"strategy": strategy, "devices": dist.get_world_size(), "max_steps": 5, "logger": False}
+        trainer = lightning_trainer(Path(folder), *callbacks, **settings)
         trainer.fit(module, DataLoader(TensorDataset(torch.randn(64, 16)), batch_size=4))
-        return _parts(module), {} if callback is None else callback.figures()
+        return _parts(module), callbacks[0].figures() if callbacks else {}
 
     return _compare(run)
 

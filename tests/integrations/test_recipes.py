@@ -19,6 +19,7 @@ import memkit.integrations
 from memkit.device import ReferenceDevice
 from tests.integrations import loops
 from tests.integrations.cases import MARKS, MISSING, VOCABULARY, assert_same_weights, llama, token_rows
+from tests.integrations.runs import arguments_of, lightning_module
 
 pytestmark = MARKS
 
@@ -42,13 +43,8 @@ Names = dict[str, Any]
 
 
 def _trainer(folder: Path) -> Names:
-    transformers = pytest.importorskip("transformers", reason=MISSING)
-    pytest.importorskip("accelerate", reason=MISSING)
-    arguments = transformers.TrainingArguments(
-        str(folder), use_cpu=True, report_to="none", per_device_train_batch_size=4, max_steps=4, save_strategy="no",
-        disable_tqdm=True,
-    )  # fmt: skip
-    return {"model": llama(), "args": arguments, "dataset": [{"input_ids": row, "labels": row} for row in token_rows()]}
+    rows = [{"input_ids": row, "labels": row} for row in token_rows()]
+    return {"args": arguments_of(folder), "model": llama(), "dataset": rows}
 
 
 def tokenizer() -> Any:
@@ -73,21 +69,7 @@ def sft(folder: Path, **settings: Any) -> Names:
 
 
 def _lightning(folder: Path) -> Names:
-    lightning = pytest.importorskip("lightning.pytorch", reason=MISSING)
-    pytest.importorskip("transformers", reason=MISSING)
-
-    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = llama()
-
-        def training_step(self, rows: torch.Tensor, _: int) -> torch.Tensor:
-            return self.model(input_ids=rows, labels=rows).loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return loops.adamw(self)
-
-    module = Module()
+    module = lightning_module()
     settings = {
         "accelerator": "cpu", "max_epochs": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
         "enable_checkpointing": False, "default_root_dir": folder,

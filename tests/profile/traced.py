@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
-from memkit.activations.rematerialize import _Within
+from memkit.activations.rematerialize import _recorded
 from memkit.activations.saved.state import RematState
 from memkit.device import CpuDevice
 from memkit.plan import Step, StepTrace
@@ -40,7 +40,7 @@ def learned(model: nn.Module, *inputs: Any, target: str = "cuda") -> tuple[Step,
     state = RematState("trace")
     options = memkit.Rematerialize(1.0, "trace", min_bytes=1, device=CpuDevice(torch.device("meta")))._options
     step = ProfiledStep(model=model, args=inputs, kwargs={}, loss_fn=None, backward=True)
-    run_without_data(step, target, _Within(state, options))
+    run_without_data(step, target, _recorded(state, options))
     found = state.traces.latest
     assert found is not None
     assert found.ops is not None

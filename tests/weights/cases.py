@@ -1,11 +1,13 @@
-"""Models and steps for the tests of streamed weights: each is run without_modes, and with its layers streamed."""
+"""Models and steps for the tests of streamed weights: each is run plainly, and with its layers streamed."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.device import Device
+from memkit.weights.chunks import LayerChunk
 from memkit.weights.fused import SteppedGradient
+from memkit.weights.gradients import HostGradients
+from memkit.weights.streaming import Streamer
 
 WIDTH = 16
 
@@ -121,7 +126,21 @@ RUNS: dict[str, Callable[[nn.ModuleList, Tensor], Tensor]] = {
 }
 
 
-def only_lora(model: nn.Module) -> nn.Module:
+TRAIN: dict[str, dict[str, Any]] = {
+    "frozen": {"train": "frozen"},
+    "host": {"train": "host"},
+    "fused": {"train": "fused", "optimizer": partial(torch.optim.SGD, lr=0.1)},
+}
+"""The ways of training, each with its options."""
+
+
+def stack(train: str = "frozen", num_layers: int = 4, **given: Any) -> Stack:
+    """Return a model to be trained in one of the ways: layers that are frozen have LoRA."""
+    model = Stack(num_layers, **given)
+    return only_lora(model) if train == "frozen" else model
+
+
+def only_lora(model: Any) -> Any:
     """Return the model with nothing but LoRA, stem and head to train."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in name or "layers" not in name)
@@ -141,7 +160,7 @@ def results(model: nn.Module, outputs: list[Tensor]) -> Result:
     found = {f"output {number}": output.detach().cpu().clone() for number, output in enumerate(outputs)}
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     is_there = {name: grad for name, grad in grads.items() if grad is not None and not isinstance(grad, SteppedGradient)}
-    found |= {f"grad {name}": grad.cpu().clone() for name, grad in is_there.items()}
+    found |= {f"grad {name}, {grad.layout}": grad.cpu().clone().to_dense() for name, grad in is_there.items()}
     return found | {f"buffer {name}": buffer.cpu().clone() for name, buffer in model.named_buffers()}
 
 
@@ -161,6 +180,38 @@ def assert_same(found: Result, expected: Result) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        raise type(ctx.error)(*ctx.error.args)  # a new one: it holds the frames, and so the graph
+
+
+@contextmanager
+def new_nodes() -> Iterator[None]:
+    """Have parameters have other nodes once they have left a slot, as where that is on another device than the host."""
+    leave, make = Streamer.leave, HostGradients.__init__
+
+    def leave_anew(streamer: Streamer, chunk: LayerChunk, **options: Any) -> None:
+        leave(streamer, chunk, **options)
+        if not chunk.uses:
+            for tensor in chunk.binding.tensors:
+                data = tensor.data
+                tensor.data = data.double()
+                tensor.data = data
+
+    def make_for_these(gradients: HostGradients, *given: Any, **options: Any) -> None:
+        make(gradients, *given, **options)
+        gradients._has_new_nodes = True
+
+    with patch.object(Streamer, "leave", leave_anew), patch.object(HostGradients, "__init__", make_for_these):
+        yield
+
+
 @contextmanager
 def streamed(model: nn.Module, device: Device, **options: Any) -> Iterator[tuple[Any, Any, list[Tensor], memkit.LayerOffload]]:
     """Return a context in which all layers of a model stream: the model, a plain one, batches for both, and the offload."""
@@ -177,13 +228,21 @@ def compare(
     num_steps: int = 2,
     **options: Any,
 ) -> memkit.weights.LayerStats:
-    """See that a model does the same without_modes and with streamed layers, in several steps; return the stats."""
-    model.to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    expected = [step(plain, batches) for _ in range(num_steps)]
-    with memkit.LayerOffload(model, device=device, **options) as offload:
-        for want in expected:
-            assert_same(step(model, batches), want)
+    """See that a model does the same plainly and with streamed layers, in several steps; return the stats. With an `optimizer`
+    each batch is a step of its own."""
+    batches, make = inputs(device), options.get("optimizer")
+    plain = copy.deepcopy(model.to(device.torch_device))
+    optimizer = None if make is None else make(parameter for parameter in plain.parameters() if parameter.requires_grad)
+    with memkit.LayerOffload(model, device=device, **{"offload_ratio": 1.0, **options}) as offload:
+        for given in [batches] * num_steps if optimizer is None else [[batch] for batch in batches] * num_steps:
+            found, expected = step(model, given), step(plain, given)
+            if optimizer is not None:
+                expected = {name: tensor for name, tensor in expected.items() if not name.startswith("grad")}
+                optimizer.step()
+                optimizer.zero_grad()
+                for name, tensor in plain.state_dict().items():
+                    assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), name
+            assert_same(found, expected)
         stats = offload.stats()
     for name, tensor in plain.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name

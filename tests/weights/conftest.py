@@ -9,6 +9,7 @@ import torch
 
 from memkit.device import CudaDevice, Device, ReferenceDevice
 from tests.gpus import ON_GPU
+from tests.weights import cases
 
 
 @pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU])
@@ -24,3 +25,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield device
     device.synchronize()
     assert not device.races
+
+
+@pytest.fixture
+def new_nodes() -> Iterator[None]:
+    with cases.new_nodes():
+        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memkit
 from memkit.device import CpuDevice, Device, ReferenceDevice
-from tests.weights.cases import WIDTH, Block, Stack, assert_same, inputs, only_lora, run_step, streamed
+from memkit.plan import LayerCosts, plan_streamed_ratio
+from memkit.weights import layer_offload
+from tests.weights.cases import TRAIN, WIDTH, Block, Stack, assert_same, inputs, only_lora, run_step, streamed
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning", "ignore:`torch.jit:DeprecationWarning")
 
 HALF = {"offload_ratio": 0.5}
 
@@ -188,28 +193,22 @@ def process_group(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-TRAINED: dict[str, dict[str, Any]] = {
-    "host": {"train": "host"},
-    "fused": {"train": "fused", "optimizer": partial(torch.optim.SGD, lr=0.1)},
-}
-
-
-@pytest.mark.parametrize("train", TRAINED)
+@pytest.mark.parametrize("train", ["host", "fused"])
 @pytest.mark.usefixtures("process_group")
 def test_replicated_model(train: str) -> None:
     with pytest.raises(ValueError, match=rf'train="{train}" takes gradients away that DistributedDataParallel would reduce'):
-        memkit.LayerOffload(DistributedDataParallel(Stack()), device=ReferenceDevice(), **HALF, **TRAINED[train])
+        memkit.LayerOffload(DistributedDataParallel(Stack()), device=ReferenceDevice(), **HALF, **TRAIN[train])
 
 
 @pytest.mark.parametrize("is_around", [True, False])
-@pytest.mark.parametrize("train", TRAINED)
+@pytest.mark.parametrize("train", ["host", "fused"])
 @pytest.mark.usefixtures("process_group")
 def test_model_that_is_replicated_later(train: str, is_around: bool) -> None:
     device = ReferenceDevice()
     model = Stack(4)
     plain, batches = copy.deepcopy(model), inputs(device, 1)
     replicated = None if is_around else DistributedDataParallel(model)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device, **TRAINED[train]):
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device, **TRAIN[train]):
         with pytest.raises(
             memkit.errors.LayerOffloadError, match=r'"layers\.0\..*DistributedDataParallel.*Train the plain model.*FSDP2'
         ):
@@ -295,3 +294,213 @@ def test_capture_by_torch_is_refused() -> None:
         with pytest.raises(memkit.errors.LayerOffloadError, match="is being captured into a CUDA graph"), graph:
             model(x)
         assert torch.equal(model(x), expected)
+
+
+def _trace(module: nn.Module) -> nn.Module:
+    return torch.jit.trace(module, torch.randn(2, 16))
+
+
+def _with_scripted_layers(compiled: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    model = Stack(3, block=lambda: nn.Linear(16, 16))
+    model.layers = nn.ModuleList(compiled(layer) for layer in model.layers)
+    return model
+
+
+def _with_scripted_part() -> nn.Module:
+    model = Stack(3)
+    model.layers[1].up = torch.jit.script(model.layers[1].up)
+    return model
+
+
+class _Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "scripted": (lambda: _with_scripted_layers(torch.jit.script), r'jit.trace has compiled "layers.0"\.'),
+    "traced": (lambda: _with_scripted_layers(_trace), r'jit.trace has compiled "layers.0"\.'),
+    "a part": (_with_scripted_part, r'jit.trace has compiled "layers.1.up", which is in "layers.1"\.'),
+    "the model": (lambda: torch.jit.script(_Listed()), r'jit.trace has compiled the model, with "layers.0" in it\.'),
+    "around": (lambda: nn.Sequential(torch.jit.script(_Listed())), r'jit.trace has compiled "0", with "0.layers.0" in it\.'),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_that_torchscript_has_compiled_are_refused_by_name(case: str) -> None:
+    make, message = CASES[case]
+    model, (batch,) = make(), inputs(ReferenceDevice(), 1)
+    expected, storages = model(batch), [parameter.untyped_storage()._cdata for parameter in model.parameters()]
+
+    def is_layer(name: str, _: nn.Module) -> bool:
+        return name.rsplit(".", 1)[-1].isdigit() and "layers" in name
+
+    with pytest.raises(ValueError, match=message + r".*name other layers by layers="):
+        memkit.LayerOffload(model, layers=is_layer, offload_ratio=1.0, train="host", device=ReferenceDevice())
+
+    assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
+    assert torch.equal(model(batch), expected)
+
+
+@pytest.mark.parametrize("train", ["host", "frozen"])
+def test_module_that_torchscript_has_compiled_runs_beside_layers_that_stream(train: str) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = Stack(3)
+        model.layers.requires_grad_(train == "host")
+        model.stem = torch.jit.script(model.stem)
+        return model
+
+    device, model, plain = ReferenceDevice(), make(), make()
+    batches = inputs(device)
+    expected = [run_step(plain, batches) for _ in range(2)]
+
+    with memkit.LayerOffload(model, offload_ratio=1.0, train=train, device=device):
+        for want in expected:
+            assert_same(run_step(model, batches), want)
+
+
+def test_trained_module_that_torchscript_has_compiled_is_not_stepped_within_the_backward() -> None:
+    model = Stack(3)
+    model.stem = torch.jit.script(model.stem)
+    make = partial(torch.optim.SGD, lr=0.1)
+
+    with pytest.raises(ValueError, match=r'has compiled "stem", which is trained\. .*use train="host"'):
+        memkit.LayerOffload(model, offload_ratio=1.0, optimizer=make, device=ReferenceDevice())
+
+
+NOT_FOUND: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "the model": (lambda: torch.jit.script(nn.Sequential(*_linears(1, 1))), "the model compiled by torch.jit.script"),
+    "an element": (lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 4)), *_linears(1, 1)), '"0" compiled by'),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FOUND)
+def test_layers_that_are_not_found_because_of_torchscript_say_so(case: str) -> None:
+    make, message = NOT_FOUND[case]
+
+    with pytest.raises(ValueError, match=f"found none, and {message}.*name other layers by layers="):
+        memkit.LayerOffload(make(), offload_ratio=1.0, device=ReferenceDevice())
+
+
+KIB = 1024
+
+
+def _linears(*widths: int) -> nn.Module:
+    """Return layers without bias, of `width` KiB and a half each."""
+    model = nn.ModuleList(nn.Linear(16, 16 * width, bias=False) for width in widths)
+    return model.requires_grad_(False)
+
+
+def _open(model: nn.Module, **options: Any) -> None:
+    memkit.LayerOffload(model, **{"device": ReferenceDevice(), **options}).close()
+
+
+@pytest.fixture
+def refusing_warnings() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "found", "advice"),
+    [
+        (
+            partial(_linears, 4, 4, 4),
+            {"offload_ratio": 1.0},
+            r"3 layers stream \(13.50 KiB\), and the slots on the device take 13.50 KiB, up to 3 for layers of about one size",
+            r"Take fewer slots \(num_slots=2 frees 4.50 KiB\)\.",
+        ),
+        (
+            partial(_linears, 4, 4),
+            {"num_resident": 0},
+            r"2 layers stream \(9.00 KiB\), and the slots on the device take 9.00 KiB",
+            r"Take fewer slots \(num_slots=1 frees 4.50 KiB\)\.",
+        ),
+        (
+            partial(_linears, *[4] * 8),
+            {"offload_ratio": 0.1},
+            r"1 layer streams \(4.50 KiB\), and the slots on the device take 4.50 KiB",
+            r"Let more stream \(offload_ratio=1.0 frees 22.50 KiB\)\.",
+        ),
+        (
+            partial(_linears, *[4] * 3),
+            {"num_resident": 1},
+            r"2 layers stream \(9.00 KiB\), and the slots on the device take 9.00 KiB",
+            r"Let more stream \(offload_ratio=1.0, num_slots=2 frees 4.50 KiB\)\.",
+        ),
+        (
+            partial(_linears, 1, 2, 4, 8),
+            {"offload_ratio": "auto"},
+            r"4 layers stream \(17.00 KiB\), and the slots on the device take 17.00 KiB",
+            r"Leave LayerOffload out, or name modules that are smaller and of about one size \(layers=\)\.",
+        ),
+    ],
+)
+def test_nothing_is_freed(model: Callable[[], nn.Module], options: dict[str, Any], found: str, advice: str) -> None:
+    with pytest.warns(UserWarning, match=rf"LayerOffload frees no memory on the device: {found}.*{advice}") as caught:
+        _open(model(), **options)
+
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.usefixtures("refusing_warnings")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload_ratio": 0.0},
+        {"num_resident": 8},
+        {"budget": "1MiB"},
+        {"offload_ratio": 1.0},
+        {"offload_ratio": 0.5},
+        {"offload_ratio": "auto"},
+        {"budget": 6 * 4 * KIB},
+    ],
+)
+def test_what_frees_something_or_is_to_stream_nothing_does_not_warn(options: dict[str, Any]) -> None:
+    _open(_linears(*[4] * 8), **options)
+
+
+@pytest.mark.usefixtures("refusing_warnings")
+def test_gradients_that_go_to_the_host_count_as_freed() -> None:
+    _open(Stack(3), offload_ratio=1.0, train="host")
+
+
+def test_gradients_that_are_stepped_on_the_device_do_not_count_as_freed() -> None:
+    with pytest.warns(UserWarning, match="frees no memory on the device"):
+        _open(Stack(3), offload_ratio=1.0, optimizer=partial(torch.optim.SGD, lr=0.1))
+
+
+def test_plan_says_what_it_frees() -> None:
+    costs = [LayerCosts(name=str(index), num_bytes=num_bytes) for index, num_bytes in enumerate([64, 64, 64, 64, 16])]
+
+    assert plan_streamed_ratio(costs, 1.0, num_slots=3).freed_bytes == 64
+    assert plan_streamed_ratio(costs, 0.5, num_slots=3).freed_bytes <= 0
+    assert plan_streamed_ratio(costs, 0.0, num_slots=3).freed_bytes == 0
+
+
+def test_without_a_gpu_it_says_how_to_try_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_offload, "cuda_is_available", lambda: False)
+    with pytest.warns(
+        UserWarning,
+        match=r"LayerOffload: the CPU has no memory apart from the host's, so moving bytes to the host frees nothing\. .* "
+        r"pass device=memkit\.device\.ReferenceDevice\(\) to try it out",
+    ) as caught:
+        _open(_linears(*[4] * 8), offload_ratio=1.0, device=None)
+
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), CpuDevice()])
+def test_cpu_that_is_asked_for_is_no_device_to_stream_to(device: str | torch.device | Device) -> None:
+    with pytest.warns(UserWarning, match="LayerOffload: the CPU has no memory apart from the host's") as caught:
+        _open(_linears(*[4] * 8), offload_ratio=1.0, device=device)
+
+    assert [warning.filename for warning in caught] == [__file__]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.core import torch_private
-from memkit.device import Event, ReferenceDevice, Stream
-from memkit.device.clocks import ReferenceEvent
+from memkit.device import ReferenceDevice
 from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio
 from memkit.weights import shares
 from memkit.weights.gradients import HostGradients
-from tests.calls import num_calls
+from tests.calls import CallsOfDevice, num_calls
 from tests.weights.cases import WIDTH, Result, assert_same, results
 
 NUM_LAYERS = 12
@@ -63,24 +61,8 @@ def _step(model: nn.Module, *, deviate: Callable[[nn.Module], object] | None = N
     return found
 
 
-class _Counting(ReferenceDevice):
-    """Counts what a real device is asked for around copies: each takes the host microseconds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = Counter[str]()
-
-    def record_event(self, stream: Stream | None = None, *, timed: bool = True) -> ReferenceEvent:
-        self.counts["timed" if timed else "untimed"] += 1
-        return super().record_event(stream, timed=timed)
-
-    def wait_event(self, stream: Stream, event: Event) -> None:
-        self.counts["waits"] += 1
-        super().wait_event(stream, event)
-
-
 def test_forward_without_grad_mode_costs_the_host_few_calls() -> None:
-    model, device = _model("frozen"), _Counting()
+    model, device = _model("frozen"), CallsOfDevice()
 
     @torch.no_grad()
     def step() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
+import io
+import pickle
 import re
 import weakref
 from collections.abc import Callable
@@ -14,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing  # it sees to how tensors are sent
+import torch.multiprocessing
 from torch import Tensor, nn
 
 import memkit
 from memkit.core.hooks import innermost_pack, stacked_owners
 from memkit.core.tensors import parts_of
 from memkit.device import Device, ReferenceDevice
-from tests.weights.cases import Stack, assert_same, inputs, only_lora, run_step, streamed
+from tests.weights.cases import TRAIN, WIDTH, Stack, assert_same, inputs, only_lora, run_step, stack, streamed
 from tests.weights.wrapped import BLOCKS, Wrapper, devices_of
 
 ADVICE = r"Call offload.close\(\) first"
@@ -118,15 +119,14 @@ def test_backward_after_close_raises(device: Device) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("train", ["frozen", "host", "fused"])
+@pytest.mark.parametrize("train", TRAIN)
 def test_nothing_is_left_to_the_garbage_collector_after_close(train: str, device: Device) -> None:
-    model = _model(device) if train == "frozen" else Stack(4).to(device.torch_device)
-    optimizer = functools.partial(torch.optim.SGD, lr=0.1) if train == "fused" else None
+    model = stack(train).to(device.torch_device)
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first one of a process loads Dynamo, which keeps the frames that it finds
     gc.collect()
     gc.disable()
     try:
-        with memkit.LayerOffload(model, offload_ratio=1.0, train=train, optimizer=optimizer, device=device) as offload:
+        with memkit.LayerOffload(model, offload_ratio=1.0, device=device, **TRAIN[train]) as offload:
             run_step(model, inputs(device))
         left = [weakref.ref(model), weakref.ref(offload)]
         del model, offload
@@ -151,7 +151,7 @@ def test_cast_raises_at_the_next_use(make: Callable[[], nn.Module], dtype: torch
 
 @pytest.mark.parametrize("train", ["frozen", "host"])
 def test_cast_between_forward_and_backward_raises(train: str, device: Device) -> None:
-    model = _model(device) if train == "frozen" else Stack().to(device.torch_device)
+    model = stack(train, 6).to(device.torch_device)
     with memkit.LayerOffload(model, offload_ratio=1.0, train=train, device=device):
         loss = model(inputs(device)[0]).square().mean()
         model.layers.half()
@@ -195,11 +195,7 @@ def test_parameter_that_was_removed_raises(device: Device) -> None:
 
 @pytest.mark.parametrize("train", ["frozen", "host"])
 def test_parameters_that_are_tied_later_raise(train: str, device: Device) -> None:
-    model, batches = Stack().to(device.torch_device), inputs(device)
-    if train == "frozen":
-        only_lora(model)
-    plain = copy.deepcopy(model)
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device, train=train):
+    with streamed(stack(train, 6), device, num_slots=2, train=train) as (model, plain, batches, _):
         run_step(model, batches)
         model.zero_grad()
         own, model.layers[1].up.weight = model.layers[1].up.weight, model.layers[2].up.weight
@@ -280,7 +276,7 @@ SHARES: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize("share", SHARES)
 def test_memory_is_shared_with_other_processes(share: str, train: str) -> None:
     device = ReferenceDevice()
-    with streamed(Stack(4) if train == "host" else only_lora(Stack(4)), device, train=train) as (model, plain, batches, _):
+    with streamed(stack(train), device, train=train) as (model, plain, batches, _):
         assert_same(run_step(model, batches), run_step(plain, batches))
         SHARES[share](model)
         with torch.no_grad():
@@ -319,3 +315,49 @@ def test_stats_are_printed(device: Device) -> None:
     assert lines[:2] == [["layers that stream", "3 (15.00 KiB)"], ["layers that stay", "3"]]
     assert ["overflows", "0"] in lines
     assert set(stats.stall_s) == set(offload.plan.streamed)
+
+
+def _after_a_step(mode: str) -> tuple[Stack, memkit.LayerOffload]:
+    torch.manual_seed(0)
+    model = Stack().requires_grad_(mode != "frozen")
+    offload = memkit.LayerOffload(model, offload_ratio=1.0, device=ReferenceDevice(), **TRAIN[mode])
+    model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+    return model, offload
+
+
+def _through_a_file(value: Any, **options: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+@pytest.mark.parametrize("mode", TRAIN)
+def test_state_dict_that_was_saved_is_that_of_the_model(mode: str) -> None:
+    model, _ = _after_a_step(mode)
+    other, x = Stack(), torch.randn(2, WIDTH)
+    other.load_state_dict(_through_a_file(model.state_dict()))
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in model.state_dict().values())  # written alone
+
+    assert torch.equal(other(x), model(x))
+
+
+@pytest.mark.parametrize("way", [_through_a_file, pickle.dumps, copy.deepcopy])
+@pytest.mark.parametrize("mode", TRAIN)
+def test_whole_model_is_refused_by_name(mode: str, way: Callable[[nn.Module], Any]) -> None:
+    model, _ = _after_a_step(mode)
+    for module in (model, model.layers[2]):
+        with pytest.raises(
+            memkit.errors.LayerOffloadError, match=r"while LayerOffload streams its weights.*use model.state_dict\(\)"
+        ):
+            way(module)
+
+
+@pytest.mark.parametrize("mode", TRAIN)
+def test_whole_model_can_be_saved_once_the_offload_is_closed(mode: str) -> None:
+    model, offload = _after_a_step(mode)
+    offload.close()
+    x = torch.randn(2, WIDTH)
+
+    assert torch.equal(_through_a_file(model, weights_only=False)(x), model(x))
+    assert b"memkit." not in pickle.dumps(model.layers)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import functools
 import threading
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
 
 import memkit
 from memkit.core import backwards, torch_private
@@ -21,18 +21,26 @@ from memkit.core.owners import owner_of
 from memkit.device import Device, ReferenceDevice
 from memkit.transfer import host_memory
 from memkit.weights import forwards
-from memkit.weights.fused import _Sum
-from memkit.weights.gradients import _LayerGradients
 from tests.engine import LateThread
-from tests.weights.cases import Block, Stack, assert_same, inputs, only_lora, results, run_step
+from tests.refusing import PinLimit
+from tests.weights.cases import (
+    TRAIN,
+    Block,
+    FailsBackward,
+    Stack,
+    assert_same,
+    checkpointed,
+    in_order,
+    inputs,
+    results,
+    run_step,
+    stack,
+    streamed,
+)
 
 
 class ModelError(Exception):
     pass
-
-
-def fail(*_: Any) -> None:
-    raise ModelError("body")
 
 
 class Failing(Block):
@@ -49,22 +57,11 @@ class Failing(Block):
         return super().forward(half)
 
 
-class FailsBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        raise ctx.error
-
-
 class Case:
     """A model with streamed layers, and a plain copy of it."""
 
     def __init__(self, device: Device, *, slots: int = 2) -> None:
-        self.model = only_lora(Stack(4, block=Failing)).to(device.torch_device)
+        self.model = stack(block=Failing).to(device.torch_device)
         self.plain = copy.deepcopy(self.model)
         self.batches = inputs(device)
         self.offload = memkit.LayerOffload(self.model, offload_ratio=1.0, num_slots=slots, device=device)
@@ -84,17 +81,87 @@ class Case:
         assert self.offload.stats().slot_bytes == sum(self.offload.plan.slot_bytes)
 
 
-@pytest.mark.parametrize("is_sampling", [False, True])
-@pytest.mark.parametrize("error", [ModelError("a layer"), KeyboardInterrupt("a layer")], ids=["exception", "interrupt"])
-def test_layer_fails(error: BaseException, is_sampling: bool, device: Device) -> None:
-    case = Case(device)
+@contextmanager
+def _layer_fails(case: Case, error: BaseException) -> Iterator[None]:
+    case.model.layers[1].error = error
+    yield
+    case.model.layers[1].error = None
+
+
+@contextmanager
+def _backward_fails(case: Case, error: BaseException) -> Iterator[None]:
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        return in_order(layers[2:], FailsBackward.apply(in_order(layers[:2], x), error))
+
+    with mock.patch.object(case.model, "_run", run):
+        yield
+
+
+@contextmanager
+def _recomputation_fails(case: Case, error: BaseException) -> Iterator[None]:
+    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        x = checkpointed(False)(layers, x)
+        layers[1].error = error
+        return x
+
+    with mock.patch.object(case.model, "_run", run):
+        yield
+    case.model.layers[1].error = None
+
+
+def _forbidden(*_: object) -> AbstractContextManager[object]:
+    return torch.autograd.graph.disable_saved_tensors_hooks("on purpose")
+
+
+def _hook(name: str, *, closes: bool = False, **options: Any) -> Callable[..., AbstractContextManager[None]]:
+    @contextmanager
+    def entered(case: Case, error: BaseException) -> Iterator[None]:
+        def fail(*_: object) -> None:
+            if not closes:
+                raise error
+            case.offload.close()
+
+        handle = getattr(case.model.layers[1], name)(fail, **options)
+        yield
+        handle.remove()
+
+    return entered
+
+
+FAILURES: dict[str, tuple[Callable[[Case, BaseException], AbstractContextManager[object]], str]] = {
+    "a layer": (_layer_fails, "on purpose"),
+    "a hook ahead": (_hook("register_forward_pre_hook"), "on purpose"),
+    "a hook ahead of ours": (_hook("register_forward_pre_hook", prepend=True), "on purpose"),
+    "a hook behind": (_hook("register_forward_hook"), "on purpose"),
+    "hooks are forbidden": (_forbidden, "on purpose"),
+    "close in a forward": (_hook("register_forward_hook", closes=True), "called within a forward"),
+    "a backward": (_backward_fails, "on purpose"),
+    "a recomputation": (_recomputation_fails, "on purpose"),
+    "close in a backward": (_hook("register_full_backward_hook", closes=True), "called within a backward"),
+}
+
+
+@pytest.mark.core(1)
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("is_written_next", [False, True])
+@pytest.mark.parametrize("error", [ModelError("on purpose"), KeyboardInterrupt("on purpose")], ids=["exception", "interrupt"])
+@pytest.mark.parametrize(
+    ("failure", "is_sampling"),
+    [*((name, False) for name in FAILURES), ("a layer", True), ("a hook ahead", True), ("close in a forward", True)],
+)
+def test_next_step_works(failure: str, is_sampling: bool, error: BaseException, is_written_next: bool, device: Device) -> None:
+    case, (fails, message) = Case(device), FAILURES[failure]
+    own = RuntimeError if failure == "hooks are forbidden" else type(error)
+    kind = memkit.errors.LayerOffloadError if "close" in failure else own
     with case.offload:
-        case.model.layers[1].error = error
-        with torch.set_grad_enabled(not is_sampling), pytest.raises(type(error), match="a layer"):
-            case.model(case.batches[0])
-        case.model.layers[1].error = None
+        with fails(case, error), torch.set_grad_enabled(not is_sampling), pytest.raises(kind, match=message):
+            case.model(case.batches[0]).sum().backward()
+        for tested in (case.model, case.plain) if is_written_next else ():
+            with torch.no_grad():
+                tested.layers[1].up.weight.mul_(2)
 
         case.assert_next_step_works()
+    assert innermost_pack() is None
 
 
 class Waiting:
@@ -176,22 +243,15 @@ def test_recomputation_while_a_forward_in_another_thread_is_going_on(device: Dev
 
 
 @pytest.mark.parametrize("closes", [False, True])
-@pytest.mark.parametrize("train", ["frozen", "host", "fused"])
+@pytest.mark.parametrize("train", TRAIN)
 def test_backward_that_fails_while_a_thread_of_the_engine_is_at_a_node(
     train: str, closes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What comes next waits for that thread, which may be about to add to a gradient, or to have a layer lie in a slot."""
     device, error = ReferenceDevice(), ModelError("a backward")
-    batches, log = inputs(device), list[str]()
-    model = Stack(4)
-    model = only_lora(model) if train == "frozen" else model
+    batches, log, model = inputs(device), list[str](), stack(train)
     models = model, copy.deepcopy(model)
-    offloads = [
-        memkit.LayerOffload(
-            one, offload_ratio=1.0, train=train, device=device, optimizer=partial(SGD, lr=0.1) if train == "fused" else None
-        )
-        for one in models
-    ]
+    offloads = [memkit.LayerOffload(one, offload_ratio=1.0, device=device, **TRAIN[train]) for one in models]
 
     def fails(one: nn.Module, batch: Tensor) -> None:
         handle = one.get_submodule("layers.1").register_forward_hook(lambda *given: FailsBackward.apply(given[-1], error))
@@ -238,10 +298,7 @@ def test_backward_that_fails_while_a_thread_of_the_engine_is_at_a_node(
 
 def test_forward_that_a_backward_in_another_thread_waits_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rather than to wait for ever."""
-    device, found = ReferenceDevice(), list[BaseException]()
-    model, plain = Stack(4), Stack(4)
-    plain.load_state_dict(model.state_dict())
-    batches = inputs(device)
+    found = list[BaseException]()
 
     def run_beside(_: Tensor) -> None:
         def run() -> None:
@@ -256,7 +313,7 @@ def test_forward_that_a_backward_in_another_thread_waits_for_is_refused(monkeypa
         assert not thread.is_alive()
 
     monkeypatch.setattr(backwards, "_MOST_S", 0.05)
-    with memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device):
+    with streamed(Stack(4), ReferenceDevice(), train="host") as (model, plain, batches, _):
         hidden: list[Tensor] = []
         handle = model.get_submodule("layers.1").register_forward_hook(lambda *given: hidden.append(given[-1]))
         loss = model(batches[0]).square().mean()
@@ -268,85 +325,6 @@ def test_forward_that_a_backward_in_another_thread_waits_for_is_refused(monkeypa
         assert_same(run_step(model, batches), run_step(plain, batches))
 
     assert ["while a backward in another was going on" in str(error) for error in found] == [True]
-
-
-def test_layer_is_interrupted_and_its_weights_are_written_next(device: Device) -> None:
-    case = Case(device)
-    with case.offload:
-        case.model.layers[1].error = KeyboardInterrupt()
-        with pytest.raises(KeyboardInterrupt):
-            case.model(case.batches[0])
-        case.model.layers[1].error = None
-        for tested in (case.model, case.plain):
-            with torch.no_grad():
-                tested.layers[1].up.weight.mul_(2)
-
-        case.assert_next_step_works()
-
-
-def test_hooks_for_saved_tensors_are_forbidden(device: Device) -> None:
-    case = Case(device)
-
-    with case.offload:
-        with torch.autograd.graph.disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
-            case.model(case.batches[0])
-
-        case.assert_next_step_works()
-
-
-@pytest.mark.parametrize("error", [ModelError("backward"), KeyboardInterrupt("backward")], ids=["exception", "interrupt"])
-def test_backward_fails(error: BaseException, device: Device) -> None:
-    case = Case(device)
-
-    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        x = FailsBackward.apply(layers[1](layers[0](x)), error)
-        return layers[3](layers[2](x))
-
-    with case.offload:
-        in_order, case.model._run = case.model._run, run
-        with pytest.raises(type(error), match="backward"):
-            case.model(case.batches[0]).sum().backward()
-        case.model._run = in_order
-
-        case.assert_next_step_works()
-
-
-def test_backward_fails_in_a_checkpoint_that_runs_again(device: Device) -> None:
-    case = Case(device)
-
-    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        for layer in layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-        return x
-
-    with case.offload:
-        in_order, case.model._run = case.model._run, run
-        loss = case.model(case.batches[0]).sum()
-        case.model.layers[1].error = ModelError("again")
-        with pytest.raises(ModelError, match="again"):
-            loss.backward()
-        case.model.layers[1].error = None
-        case.model._run = in_order
-
-        case.assert_next_step_works()
-
-
-def test_hook_of_the_user_fails(device: Device) -> None:
-    case = Case(device)
-
-    with case.offload:
-        layer = case.model.layers[1]
-        for register in (
-            layer.register_forward_pre_hook,
-            functools.partial(layer.register_forward_pre_hook, prepend=True),
-            layer.register_forward_hook,
-        ):
-            handle = register(fail)
-            with pytest.raises(ModelError, match="body"):
-                case.model(case.batches[0])
-            handle.remove()
-
-            case.assert_next_step_works()
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
@@ -379,114 +357,50 @@ def test_device_has_no_room_for_an_overflow(is_backward: bool, device: Device, m
         found.sum().backward()
 
 
-def test_device_has_no_room_for_the_slots(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = only_lora(Stack(4)).to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    allocate, num_left = type(device).allocate, 1
+def _no_host_memory(_: Device, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    patch.setattr(host_memory, "available_bytes", lambda: 1024)
+    return {}
+
+
+def _no_device_memory(device: Device, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    allocate, num_left = type(device).allocate, iter(range(2))
 
     def allocate_once(device: Device, num_bytes: int) -> torch.UntypedStorage:
-        nonlocal num_left
-        num_left -= 1
-        if num_left < 0:
+        if next(num_left):
             raise torch.OutOfMemoryError("no room")
         return allocate(device, num_bytes)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(type(device), "allocate", allocate_once)
-        with pytest.raises(torch.OutOfMemoryError, match="no room"):
-            memkit.LayerOffload(model, offload_ratio=1.0, device=device)
+    patch.setattr(type(device), "allocate", allocate_once)
+    return {}
 
+
+def _nothing_pinned(device: Device, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    PinLimit(device, patch, 0)  # the tests have warnings raise
+    return {}
+
+
+BEGINNINGS: dict[str, tuple[Callable[[Device, pytest.MonkeyPatch], dict[str, Any]], type[Exception], str]] = {
+    "a limit": (lambda *_: {"host_limit_bytes": 1024}, memkit.errors.HostMemoryError, "host memory is needed"),
+    "host memory": (_no_host_memory, memkit.errors.HostMemoryError, "available memory"),
+    "device memory": (_no_device_memory, torch.OutOfMemoryError, "no room"),
+    "a warning": (_nothing_pinned, UserWarning, "the system did not pin"),
+}
+
+
+@pytest.mark.parametrize("what", BEGINNINGS)
+def test_what_cannot_begin_leaves_the_model_as_it_was(what: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails, error, message = BEGINNINGS[what]
+    model = stack().to(device.torch_device)
+    plain, batches = copy.deepcopy(model), inputs(device)
+    storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
+    with monkeypatch.context() as patch:
+        options = fails(device, patch)
+        with pytest.raises(error, match=message):
+            memkit.LayerOffload(model, offload_ratio=1.0, device=device, **options)
+
+    if what != "device memory":  # which is taken last: layers have left, and come back
+        assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
     assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
+    assert not [thread for thread in threading.enumerate() if "memkit-staging" in thread.name]
     assert_same(run_step(model, batches), run_step(plain, batches))
     memkit.LayerOffload(model, offload_ratio=1.0, device=device).close()
-
-
-def _refused(model: nn.Module, device: Device, **options: Any) -> None:
-    storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
-    with pytest.raises(memkit.errors.HostMemoryError, match="host memory is needed"):
-        memkit.LayerOffload(model, offload_ratio=1.0, device=device, **options)
-
-    assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
-    assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
-    memkit.LayerOffload(model, offload_ratio=1.0, device=device).close()
-
-
-def test_limit_of_host_memory_is_met_before_anything_moved(device: Device) -> None:
-    _refused(only_lora(Stack(4)).to(device.torch_device), device, host_limit_bytes=1024)
-
-
-def test_host_memory_ends_before_anything_moved(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(host_memory, "available_bytes", lambda: 1024)
-        model = only_lora(Stack(4)).to(device.torch_device)
-        storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
-        with pytest.raises(memkit.errors.HostMemoryError, match="available memory"):
-            memkit.LayerOffload(model, offload_ratio=1.0, device=device)
-
-        assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
-
-
-def test_close_within_a_forward_raises(device: Device) -> None:
-    case = Case(device)
-    handle = case.model.layers[1].up.register_forward_hook(lambda *_: case.offload.close())
-    with pytest.raises(memkit.errors.LayerOffloadError, match="called within a forward"):
-        case.model(case.batches[0])
-    handle.remove()
-
-    case.assert_next_step_works()
-    case.offload.close()
-    assert innermost_pack() is None
-
-
-def test_close_within_a_backward_raises(device: Device) -> None:
-    case = Case(device)
-
-    with case.offload:
-        hook = case.model.layers[1].register_full_backward_hook(lambda *_: case.offload.close())
-        loss = case.model(case.batches[0]).sum()
-        with pytest.raises(memkit.errors.LayerOffloadError, match="called within a backward"):
-            loss.backward()
-        hook.remove()
-        case.assert_next_step_works()
-
-
-@pytest.mark.parametrize("train", ["host", "fused"])
-def test_gradient_that_is_left_to_the_end_cannot_be_handed_over(
-    train: str, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = Stack(4).to(device.torch_device)
-    model, (batch,) = copy.deepcopy(plain), inputs(device, 1)
-    make = functools.partial(torch.optim.SGD, lr=0.0) if train == "fused" else None
-    monkeypatch.setattr(_Sum, "is_complete", lambda *_: False)  # as where another graph is alive
-    monkeypatch.setattr(_LayerGradients, "has_several_graphs", lambda _: True)
-    monkeypatch.setattr(_LayerGradients, "num_alive", lambda *_: 2)
-    with memkit.LayerOffload(model, offload_ratio=1.0, train=train, optimizer=make, device=device) as offload:
-        kind = type(offload._gradients)
-        loss = model(batch).square().mean()
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, "_take", _raise)
-            with pytest.raises(torch.OutOfMemoryError, match="once"):
-                loss.backward()
-        taken, take = [], kind._take  # type: ignore[union-attr]
-
-        def note(gradients: Any, made: Any, *rest: Any) -> None:
-            taken.extend([made.name] if train == "fused" else [one.streamed.name for one in made])
-            take(gradients, made, *rest)
-
-        monkeypatch.setattr(kind, "_take", note)
-        for _ in range(2):
-            taken.clear()
-            for one in (plain, model):
-                one.zero_grad()
-                one(batch).square().mean().backward()
-
-            assert sorted(taken) == sorted(f"layers.{name}" for name, _ in plain.get_submodule("layers").named_parameters())
-            if train == "host":
-                for (name, wanted), found in zip(plain.named_parameters(), model.parameters(), strict=True):
-                    assert wanted.grad is not None
-                    assert found.grad is not None, name
-                    assert torch.equal(found.grad.cpu(), wanted.grad.cpu()), name
-
-
-def _raise(*_: object) -> None:
-    raise torch.OutOfMemoryError("once")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -232,63 +233,65 @@ def test_random_numbers_are_left_as_they_were(tmp_path: Path) -> None:
 # Files
 
 
-def test_missing_unexpected_and_wrong_tensors_are_named(tmp_path: Path) -> None:
+class _Extra(Stack):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": 3}
+
+
+def _renamed() -> dict[str, Tensor]:
     state = Stack().state_dict()
     state["extra.weight"] = state.pop("layers.3.up.bias")
-    state["head.weight"] = torch.zeros(5, WIDTH)
-    safetensors.save_file(state, tmp_path / "model.safetensors")
+    return {**state, "head.weight": torch.zeros(5, WIDTH)}
+
+
+def _with_hidden() -> nn.Module:
+    def hide(_module: nn.Module, state: dict[str, Tensor], prefix: str, _local: object) -> None:
+        state.pop(f"{prefix}hidden")
+
     model = on_meta(Stack)
-    message = (
+    model.head.register_parameter("hidden", nn.Parameter(torch.empty(3, device="meta")))
+    model.head.register_state_dict_post_hook(hide)
+    return model
+
+
+def _with_special() -> nn.Module:
+    class Special(nn.Parameter):
+        pass
+
+    model = on_meta(Stack)
+    model.head.weight = Special(torch.empty(4, WIDTH, device="meta"))
+    return model
+
+
+OTHERS: list[tuple[Callable[[], dict[str, Tensor]], Callable[[], nn.Module], str]] = [
+    (
+        _renamed,
+        lambda: on_meta(Stack),
         'must be those of the Stack; found "layers.3.up.bias" is missing; "extra.weight" is not in the model; '
-        '"head.weight" is [5, 16] there and [4, 16] in the model.'
-    )
+        '"head.weight" is [5, 16] there and [4, 16] in the model.',
+    ),
+    (lambda: Stack().state_dict(), lambda: on_meta(_Extra), 'found "_extra_state" is missing'),
+    (lambda: Stack().state_dict(), _with_hidden, 'found "head.hidden" is missing'),
+    (lambda: Stack().state_dict(), _with_special, '"head.weight" is a Special, which weights= cannot read'),
+    (
+        lambda: nn.ModuleDict({"model": Stack()}).state_dict(),
+        lambda: on_meta(Stack),
+        'All names in the files begin with "model."',
+    ),
+]
+
+
+@pytest.mark.parametrize(("states", "make", "message"), OTHERS, ids=range(len(OTHERS)))
+def test_files_of_other_tensors_are_refused_by_name(
+    tmp_path: Path, states: Callable[[], dict[str, Tensor]], make: Callable[[], nn.Module], message: str
+) -> None:
+    safetensors.save_file(states(), tmp_path / "model.safetensors")
+    model = make()
 
     with pytest.raises(ValueError, match=re.escape(message)):
         memkit.LayerOffload(model, offload_ratio=1.0, weights=tmp_path, device=ReferenceDevice())
 
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_state_that_is_no_tensor_is_named(tmp_path: Path) -> None:
-    class Extra(Stack):
-        def get_extra_state(self) -> dict[str, int]:
-            return {"steps": 3}
-
-    path = saved(Stack(), tmp_path)
-    with pytest.raises(ValueError, match='found "_extra_state" is missing'):
-        memkit.LayerOffload(on_meta(Extra), offload_ratio=1.0, weights=path, device=ReferenceDevice())
-
-
-def test_parameter_that_no_state_dict_has_is_named(tmp_path: Path) -> None:
-    path, model = saved(Stack(), tmp_path), on_meta(Stack)
-    model.head.register_parameter("hidden", nn.Parameter(torch.empty(3, device="meta")))
-
-    def hide(_module: nn.Module, state: dict[str, Tensor], prefix: str, _local: object) -> None:
-        state.pop(f"{prefix}hidden")
-
-    model.head.register_state_dict_post_hook(hide)
-
-    with pytest.raises(ValueError, match=r'found "head\.hidden" is missing'):
-        memkit.LayerOffload(model, offload_ratio=1.0, weights=path, device=ReferenceDevice())
-
-
-def test_parameter_that_is_more_than_a_tensor_is_named(tmp_path: Path) -> None:
-    class Special(nn.Parameter):
-        pass
-
-    path, model = saved(Stack(), tmp_path), on_meta(Stack)
-    model.head.weight = Special(torch.empty(4, WIDTH))
-
-    with pytest.raises(ValueError, match=r'"head.weight" is a Special, which weights= cannot read'):
-        memkit.LayerOffload(model, offload_ratio=1.0, weights=path, device=ReferenceDevice())
-
-
-def test_names_that_differ_by_their_beginning_are_told(tmp_path: Path) -> None:
-    around = nn.ModuleDict({"model": Stack()})
-    safetensors.save_file(around.state_dict(), tmp_path / "model.safetensors")
-
-    with pytest.raises(ValueError, match=r'All names in the files begin with "model\."'):
-        memkit.LayerOffload(on_meta(Stack), offload_ratio=1.0, weights=tmp_path, device=ReferenceDevice())
 
 
 def test_failure_leaves_the_model_without_data(tmp_path: Path) -> None:
@@ -311,52 +314,51 @@ def test_failure_leaves_the_model_without_data(tmp_path: Path) -> None:
         step(model)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("prepare", "kind", "message"),
-    [
-        (lambda path: 3, TypeError, "weights is a safetensors file or a directory with such files; found 3"),
-        (lambda path: path / "none", ValueError, "found none at"),
-        (lambda path: path, ValueError, "needs model.safetensors.index.json or model.safetensors; found no safetensors file"),
-        (lambda path: _written(path / "a.safetensors", b"short"), ValueError, "is not a whole safetensors file"),
-        (lambda path: _written(path / "a.safetensors", b"\xff" * 40), ValueError, "its header has no length that could be"),
-        (lambda path: _written(path / "a.safetensors", _file('{"a": {"dtype": "F3"}}')), ValueError, "is not a whole"),
-        (
-            lambda path: _written(
-                path / "a.safetensors", _file('{"a": {"dtype": "F6", "shape": [1], "data_offsets": [0, 4]}}')
-            ),
-            ValueError,
-            '"a" is of dtype F6',
-        ),
-        (
-            lambda path: _written(
-                path / "a.safetensors", _file('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}')
-            ),
-            ValueError,
-            '"a" is not whole',
-        ),
-        (lambda path: _index(path, {"a": "../b.safetensors"}), ValueError, "which is not a file beside it"),
-        (lambda path: _index(path, {"a": "b.safetensors"}), ValueError, "there is no file"),
-        (lambda path: _written(path / "model.safetensors.index.json", b"[]").parent, ValueError, "is no index"),
-    ],
-)
-def test_bad_files(tmp_path: Path, prepare: Callable[[Path], Path], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=re.escape(message)):
-        memkit.LayerOffload(on_meta(Stack), offload_ratio=1.0, weights=prepare(tmp_path), device=ReferenceDevice())
-
-
-def _written(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
-    return path
-
-
 def _file(header: str) -> bytes:
     return len(header).to_bytes(8, "little") + header.encode()
 
 
-def _index(path: Path, names: dict[str, str]) -> Path:
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    return path
+def _entry(kind: str) -> bytes:
+    return _file(json.dumps({"a": {"dtype": kind, "shape": [1], "data_offsets": [0, 4]}}))
+
+
+def _index(file: str) -> bytes:
+    return json.dumps({"weight_map": {"a": file}}).encode()
+
+
+_INDEX = "model.safetensors.index.json"
+BAD_FILES: list[tuple[str, bytes, str]] = [
+    ("", b"", "needs model.safetensors.index.json or model.safetensors; found no safetensors file"),
+    ("a.safetensors", b"short", "is not a whole safetensors file"),
+    ("a.safetensors", b"\xff" * 40, "its header has no length that could be"),
+    ("a.safetensors", _file('{"a": {"dtype": "F3"}}'), "is not a whole"),
+    ("a.safetensors", _entry("F6"), '"a" is of dtype F6'),
+    ("a.safetensors", _entry("F32"), '"a" is not whole'),
+    (_INDEX, _index("../b.safetensors"), "which is not a file beside it"),
+    (_INDEX, _index("b.safetensors"), "there is no file"),
+    (_INDEX, b"[]", "is no index"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "content", "message"), BAD_FILES, ids=range(len(BAD_FILES)))
+def test_bad_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    if name:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        memkit.LayerOffload(on_meta(Stack), offload_ratio=1.0, weights=tmp_path, device=ReferenceDevice())
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        (3, TypeError, "weights is a safetensors file or a directory with such files; found 3"),
+        ("/none", ValueError, "found none at"),
+    ],
+)
+def test_what_is_no_file(given: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        memkit.LayerOffload(on_meta(Stack), offload_ratio=1.0, weights=given, device=ReferenceDevice())
 
 
 def test_large_tensor_is_read_in_parts(tmp_path: Path) -> None:

@@ -19,9 +19,7 @@ import memkit
 from memkit.core import backwards
 from memkit.device import Device, ReferenceDevice
 from memkit.weights.accumulation import Accumulation
-from memkit.weights.chunks import LayerChunk
 from memkit.weights.gradients import HostGradients, Made
-from memkit.weights.streaming import Streamer
 from tests.engine import LateThread
 from tests.gpus import ON_GPU
 from tests.weights.cases import WIDTH, Block, Stack, assert_same, in_order, inputs, results, reused
@@ -59,33 +57,12 @@ def _step(model: nn.Module, batches: Sequence[Tensor] | None = None) -> None:
         model(batch).square().mean().backward()
 
 
-@pytest.fixture
-def new_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has parameters have other nodes once they have left a slot, as where that is on another device than the host."""
-    leave, make = Streamer.leave, HostGradients.__init__
-
-    def leave_anew(streamer: Streamer, chunk: LayerChunk, **options: Any) -> None:
-        leave(streamer, chunk, **options)
-        if not chunk.uses:
-            for tensor in chunk.binding.tensors:
-                data = tensor.data
-                tensor.data = data.double()
-                tensor.data = data
-
-    def make_for_these(gradients: HostGradients, *given: Any, **options: Any) -> None:
-        make(gradients, *given, **options)
-        gradients._has_new_nodes = True
-
-    monkeypatch.setattr(Streamer, "leave", leave_anew)
-    monkeypatch.setattr(HostGradients, "__init__", make_for_these)
-
-
 def _noting(gradients: HostGradients, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return what has the name of each gradient that is taken, and "end" for each backward that has ended."""
     noted, take, finish = list[str](), gradients._take, gradients._finish
 
-    def note(made: Sequence[Made]) -> None:
-        noted.extend(one.streamed.name for one in made)
+    def note(made: Made) -> None:
+        noted.extend(streamed.name for streamed in made)
         take(made)
 
     def note_end(has_failed: bool) -> None:
@@ -97,14 +74,7 @@ def _noting(gradients: HostGradients, monkeypatch: pytest.MonkeyPatch) -> list[s
     return noted
 
 
-# Several graphs over one layer
-
-
-@pytest.mark.usefixtures("new_nodes")
-def test_parts_of_a_layer_that_runs_twice_are_added_before_what_was_there() -> None:
-    plain, model = _models(reused)
-    with _streaming(model, ReferenceDevice()):
-        _check(plain, model, _step)
+# Gradients out of turn
 
 
 @pytest.mark.usefixtures("new_nodes")
@@ -122,146 +92,72 @@ def test_gradient_of_a_layer_that_runs_twice_is_taken_once_all_parts_have_come(m
     assert layers == [layer for layer in (0, 1, 2) for _ in range(num_each)] + [3] * num_each + [-1]
 
 
-@pytest.mark.usefixtures("new_nodes")
-def test_gradient_is_held_while_another_graph_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, model = _models()
-    first, second = inputs(ReferenceDevice())
-
-    def step(model: nn.Module) -> None:
-        losses = [model(batch).square().mean() for batch in (first, second)]
-        losses[0].backward(retain_graph=True)
-        losses[1].backward()
-        (losses[0] * 2).backward()
-
-    with _streaming(model, ReferenceDevice()):
-        _check(plain, model, step)
-
-
 def test_gradients_of_some_parameters_alone() -> None:
     plain, model = _models()
-    names = ["layers.2.up.weight", "layers.0.norm.bias", "head.weight"]
 
     def step(model: nn.Module) -> None:
         _step(model)
         for batch in inputs(ReferenceDevice()):
+            names = ["layers.2.up.weight", "layers.0.norm.bias", "head.weight"]
             model(batch).sum().backward(inputs=[model.get_parameter(name) for name in names])
 
     with _streaming(model, ReferenceDevice()):
         _check(plain, model, step)
 
 
-class _Opaque(Block):
+class Opaque(Block):
     """Its output is nothing that torch knows tensors in."""
 
     def forward(self, x: Any) -> Any:  # type: ignore[override]
         return SimpleNamespace(x=super().forward(x.x if isinstance(x, SimpleNamespace) else x))
 
 
-@pytest.mark.usefixtures("new_nodes")
-@pytest.mark.parametrize("is_reused", [False, True])
-def test_layers_whose_outputs_nobody_can_follow(is_reused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        result: Any = (reused if is_reused else in_order)(layers, x)
-        return result.x
-
-    plain, model = _models(run, _Opaque)
-    with _streaming(model, ReferenceDevice()) as gradients:
-        _check(plain, model, _step)
-        noted = _noting(gradients, monkeypatch)
-        _step(model, inputs(ReferenceDevice(), 1))
-    if not is_reused:  # nothing is held that is complete
-        assert noted.index("layers.3.norm.weight") < noted.index("layers.0.norm.weight") < noted.index("end")
+def _open(run: Run) -> Run:
+    return lambda layers, x: run(layers, x).x  # type: ignore[attr-defined]
 
 
-@pytest.mark.usefixtures("new_nodes")
-def test_modules_inside_of_a_layer_that_are_called_by_themselves() -> None:
-    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        for layer in layers:
-            x = x + layer.lora_b(layer.lora_a(layer(x)))
-        return x + layers[1].norm(x)
-
-    plain, model = _models(run)
-    with _streaming(model, ReferenceDevice()):
-        _check(plain, model, _step)
+def _called_inside(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    """Modules inside of layers are called by themselves."""
+    for layer in layers:
+        x = x + layer.lora_b(layer.lora_a(layer(x)))
+    return x + layers[1].norm(x)
 
 
-# Gradients out of turn
-
-
-class _Aside(Block):
+class Keeping(Block):
     """Keeps something that it has computed, which is no output."""
 
     kept: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.up(self.norm(x)).square().mean()
+        self.kept = self.lora_a(self.up(self.norm(x))[:, :WIDTH])
         return super().forward(x)
 
 
-@pytest.mark.usefixtures("new_nodes")
-@pytest.mark.parametrize("with_output", [False, True])
-def test_backward_from_within_layers(with_output: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of their outputs leads to the loss, or only some do."""
-    plain, model = _models(block=_Aside)
-
-    def step(model: nn.Module) -> None:
-        for batch in inputs(ReferenceDevice()):
-            output = model(batch)
-            loss = sum(layer.kept for layer in model.get_submodule("layers"))  # type: ignore[misc,union-attr]
-            (loss + output.square().mean() if with_output else loss).backward()  # type: ignore[union-attr]
-            for layer in model.get_submodule("layers"):  # type: ignore[union-attr]
-                del layer.kept
-
-    with _streaming(model, ReferenceDevice()) as gradients:
-        noted = _noting(gradients, monkeypatch)
-        _check(plain, model, step)
-
-    trained = {
-        f"layers.{name}" for name, parameter in model.get_submodule("layers").named_parameters() if parameter.grad is not None
-    }
-    assert trained <= {*noted}
+def _dropped(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    """An output is dropped while something inside leads to the loss: its part is added to that of another call first."""
+    layers[1](x)
+    kept: Any = layers[1].kept
+    return in_order(layers, x + kept.sum())
 
 
-@pytest.mark.usefixtures("new_nodes")
-def test_call_whose_output_is_dropped_while_something_inside_leads_to_the_loss() -> None:
-    """Its part is added to that of another call before it is added to what was there."""
+class Viewing(Block):
+    """Its output is a view, which has another node once it is written to; the one that it had is run no more."""
 
-    class Keeping(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            self.kept = self.lora_a(self.up(self.norm(x))[:, :WIDTH])
-            return super().forward(x)
-
-    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        layers[1](x)
-        kept: Any = layers[1].kept
-        return in_order(layers, x + kept.sum())
-
-    plain, model = _models(run, Keeping)
-    with _streaming(model, ReferenceDevice()):
-        _check(plain, model, _step)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).view(-1).view(-1, WIDTH)
 
 
-@pytest.mark.usefixtures("new_nodes")
-@pytest.mark.parametrize("num_times", [1, 2])
-def test_layers_whose_outputs_are_views_that_are_written_to(num_times: int) -> None:
-    """Such a view has another node then, and the one that it had is run no more."""
-
-    class Viewing(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).view(-1).view(-1, WIDTH)
-
+def _written_to(num_times: int) -> Run:
     def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
         for layer in [*layers] * num_times:
             x = layer(x)
             x.add_(1)
         return x
 
-    plain, model = _models(run, Viewing)
-    with _streaming(model, ReferenceDevice()):
-        _check(plain, model, _step)
+    return run
 
 
-class _Checkpointing(Block):
+class Checkpointing(Block):
     """Runs a part of itself within a checkpoint."""
 
     use_reentrant = False
@@ -271,16 +167,55 @@ class _Checkpointing(Block):
         return x + y + self.lora_b(self.lora_a(self.norm(x)))
 
 
-class _Reentering(_Checkpointing):
+class Reentering(Checkpointing):
     use_reentrant = True
 
 
+MODELS: dict[str, tuple[Run, type[Block]]] = {
+    "opaque": (_open(in_order), Opaque),
+    "opaque, reused": (_open(reused), Opaque),
+    "called inside": (_called_inside, Block),
+    "dropped": (_dropped, Keeping),
+    "views": (_written_to(1), Viewing),
+    "views, reused": (_written_to(2), Viewing),
+    "checkpoints": (in_order, Checkpointing),
+    "reentrant checkpoints": (in_order, Reentering),
+}
+"""Models whose layers have gradients out of turn."""
+
+
 @pytest.mark.usefixtures("new_nodes")
-@pytest.mark.parametrize("block", [_Checkpointing, _Reentering])
-def test_checkpoints_inside_of_layers(block: type[Block]) -> None:
-    plain, model = _models(block=block)
-    with _streaming(model, ReferenceDevice()):
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_out_of_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = _models(*MODELS[name])
+    with _streaming(model, ReferenceDevice()) as gradients:
         _check(plain, model, _step)
+        noted = _noting(gradients, monkeypatch)
+        _step(model, inputs(ReferenceDevice(), 1))
+    if name == "opaque":  # nothing is held that is complete
+        assert noted.index("layers.3.norm.weight") < noted.index("layers.0.norm.weight") < noted.index("end")
+
+
+@pytest.mark.usefixtures("new_nodes")
+@pytest.mark.parametrize("with_output", [False, True])
+def test_backward_from_within_layers(with_output: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of their outputs leads to the loss, or only some do."""
+    plain, model = _models(block=Keeping)
+
+    def step(model: nn.Module) -> None:
+        for batch in inputs(ReferenceDevice()):
+            output, layers = model(batch), model.get_submodule("layers")
+            loss: Any = sum(layer.kept.square().mean() for layer in layers)  # type: ignore[attr-defined]
+            (loss + output.square().mean() if with_output else loss).backward()
+            for layer in layers:  # type: ignore[attr-defined]
+                del layer.kept
+
+    with _streaming(model, ReferenceDevice()) as gradients:
+        noted = _noting(gradients, monkeypatch)
+        _check(plain, model, step)
+
+    layers = model.get_submodule("layers").named_parameters()
+    assert {f"layers.{name}" for name, parameter in layers if parameter.grad is not None} <= {*noted}
 
 
 # Gradients that come from the host

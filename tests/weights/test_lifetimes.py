@@ -1,171 +1,25 @@
-"""Several graphs, partial and repeated backwards, changing orders: gradients stay exact, and slots come free again."""
+"""Slots come free again, layers are fetched ahead of their use and once, and nothing is kept alive."""
 
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
 import memkit
+from memkit.core.tensors import storage_key
 from memkit.device import Device
-from tests.weights.cases import Block, Result, Stack, compare, in_order, inputs, only_lora, results, run_step
-
-Step = Callable[[nn.Module, list[Tensor]], Result]
-
-
-def _backwards_in_order(model: nn.Module, batches: list[Tensor]) -> Result:
-    outputs = [model(batch) for batch in batches]
-    for output in outputs:
-        output.square().mean().backward()
-    return results(model, outputs)
-
-
-def _backwards_in_reverse(model: nn.Module, batches: list[Tensor]) -> Result:
-    outputs = [model(batch) for batch in batches]
-    for output in reversed(outputs):
-        output.square().mean().backward()
-    return results(model, outputs)
-
-
-def _one_backward_of_two(model: nn.Module, batches: list[Tensor]) -> Result:
-    outputs = [model(batch) for batch in batches]
-    (outputs[0] * outputs[1]).mean().backward()
-    return results(model, outputs)
-
-
-def _part_of_the_outputs(model: nn.Module, batches: list[Tensor]) -> Result:
-    output = model(batches[0])
-    output[:2, 1].sum().backward()
-    return results(model, [output])
-
-
-def _part_of_the_layers(model: nn.Module, batches: list[Tensor]) -> Result:
-    """The graph ends in the middle: what comes after has no backward."""
-    hidden = in_order(model.layers[:3], model.stem(batches[0]))
-    output = model.head(in_order(model.layers[3:], hidden.detach()))
-    hidden.sum().backward()
-    return results(model, [output])
-
-
-def _retained(model: nn.Module, batches: list[Tensor]) -> Result:
-    output = model(batches[0])
-    for is_last in (False, False, True):
-        output.square().mean().backward(retain_graph=not is_last)
-    return results(model, [output])
-
-
-def _retained_between_others(model: nn.Module, batches: list[Tensor]) -> Result:
-    output = model(batches[0])
-    output.square().mean().backward(retain_graph=True)
-    other = model(batches[1])
-    other.mean().backward()
-    output.mean().backward()
-    return results(model, [output, other])
-
-
-def _grad_of_inputs(model: nn.Module, batches: list[Tensor]) -> Result:
-    x = batches[0].clone().requires_grad_()
-    output = model(x)
-    return results(model, [output, *torch.autograd.grad(output.sum(), [x, model.stem.weight])])
-
-
-def _double_backward(model: nn.Module, batches: list[Tensor]) -> Result:
-    x = batches[0].clone().requires_grad_()
-    output = model(x)
-    grad = torch.autograd.grad(output.square().sum(), x, create_graph=True)[0]
-    (grad.square().mean() + output.mean()).backward()
-    return results(model, [output, grad, x.grad])
-
-
-def _samples_in_between(model: nn.Module, batches: list[Tensor]) -> Result:
-    outputs = []
-    for batch in batches:
-        outputs.append(model(batch))
-        model.eval()
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                outputs.append(model(batch * 2).clone())
-        model.train()
-        outputs[-3].square().mean().backward()
-    return results(model, outputs)
-
-
-def _dropped(model: nn.Module, batches: list[Tensor]) -> Result:
-    model(batches[1])
-    output = model(batches[0])
-    dropped = model(batches[1])
-    dropped.sum().backward(retain_graph=True)
-    del dropped
-    output.sum().backward()
-    return results(model, [output])
-
-
-def _in_a_thread(model: nn.Module, batches: list[Tensor]) -> Result:
-    """The backward runs in another thread than the forward."""
-    output = model(batches[0])
-    thread = threading.Thread(target=lambda: output.square().mean().backward())
-    thread.start()
-    thread.join()
-    return results(model, [output])
-
-
-def _anomalies(model: nn.Module, batches: list[Tensor]) -> Result:
-    with torch.autograd.detect_anomaly(check_nan=True):
-        return run_step(model, batches)
-
-
-STEPS: dict[str, Step] = {
-    "backwards in order": _backwards_in_order,
-    "backwards in reverse": _backwards_in_reverse,
-    "one backward of two": _one_backward_of_two,
-    "part of the outputs": _part_of_the_outputs,
-    "part of the layers": _part_of_the_layers,
-    "retained": _retained,
-    "retained between others": _retained_between_others,
-    "grad of inputs": _grad_of_inputs,
-    "double backward": _double_backward,
-    "samples in between": _samples_in_between,
-    "dropped": _dropped,
-    "in a thread": _in_a_thread,
-    "anomalies": _anomalies,
-}
-
-
-@pytest.mark.core(1)
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("slots", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("step", STEPS)
-def test_gradients(step: str, slots: int, device: Device) -> None:
-    stats = compare(only_lora(Stack()), device, step=STEPS[step], offload_ratio=1.0, num_slots=slots)
-
-    assert stats.slot_bytes == slots * stats.streamed_bytes // stats.num_streamed
-
-
-def test_gradients_of_inputs_through_frozen_layers(device: Device) -> None:
-    compare(Stack().requires_grad_(False), device, step=_grad_of_inputs_only, offload_ratio=1.0, num_slots=2)
-
-
-def _grad_of_inputs_only(model: nn.Module, batches: list[Tensor]) -> Result:
-    x = batches[0].clone().requires_grad_()
-    output = model(x)
-    output.sum().backward()
-    return results(model, [output, x.grad])
+from tests.weights.cases import RUNS, TRAIN, Block, Stack, compare, in_order, inputs, only_lora, run_step, stack, streamed
+from tests.weights.test_bits import STEPS
 
 
 @pytest.mark.parametrize("step", ["backwards in order", "samples in between", "dropped", "double backward", "retained"])
 def test_no_slot_stays_in_use(step: str, device: Device) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    batches = inputs(device)
-
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device) as offload:
+    with streamed(stack("frozen", 6), device, num_slots=2) as (model, _, batches, offload):
         for number in range(9):
             STEPS[step](model, batches)
             if number == 2:
@@ -180,15 +34,13 @@ def test_no_slot_stays_in_use(step: str, device: Device) -> None:
     assert after.host_bytes == before.host_bytes
 
 
-@pytest.mark.parametrize("train", ["frozen", "host", "fused", "fused, states as well"])
+@pytest.mark.parametrize("train", [*TRAIN, "fused, states as well"])
 def test_model_that_is_dropped_takes_all_that_streams_with_it(train: str, device: Device) -> None:
-    model = (only_lora(Stack()) if train == "frozen" else Stack()).to(device.torch_device)
-    options: dict[str, Any] = {"train": train.split(",")[0], "offload_ratio": 0.5, "device": device}
+    way = train.split(",")[0]
+    model = stack(way, 6).to(device.torch_device)
     gc.collect()
     hooks_before = list(torch_optimizer._global_optimizer_pre_hooks)
-    if "fused" in train:
-        options["optimizer"] = partial(torch.optim.AdamW, lr=1e-2)
-    offload = memkit.LayerOffload(model, **options)
+    offload = memkit.LayerOffload(model, offload_ratio=0.5, device=device, **TRAIN[way])
     states = memkit.StateOffload(offload.optimizer, when="backward", device=device) if "," in train else None
     run_step(model, inputs(device))
     dropped = [weakref.ref(model), weakref.ref(offload), weakref.ref(model.layers[1].up.weight)]
@@ -253,3 +105,70 @@ def test_steps_make_the_host_wait_for_nothing(slots: int, device: Device, monkey
             run_step(model, batches)
 
         assert offload.stats().num_overflows == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_layers", [4, 5, 6])
+def test_next_forward_begins_in_the_slots_that_are_free_first(num_layers: int, device: Device) -> None:
+    model = only_lora(Stack(num_layers)).to(device.torch_device)
+    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=3, device=device), torch.no_grad():
+        slots = []
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda layer, _: slots.append(storage_key(layer.up.weight.untyped_storage())))
+        for _ in range(4):
+            model(inputs(device)[0])
+
+    assert len(set(slots)) == 3
+    assert slots == slots[:3] * (len(slots) // 3) + slots[: len(slots) % 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["reversed", "branching", "reused"])
+def test_order_of_the_last_time_is_fetched_ahead(run: str, device: Device) -> None:
+    model, batch = only_lora(Stack(8, run=RUNS[run])).to(device.torch_device), inputs(device)[0]
+    found = []
+    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
+        for _ in range(3):
+            before = offload.stats().num_demand_fetches
+            model(batch).sum().backward()
+            with torch.no_grad():
+                model(batch)
+            found.append(offload.stats().num_demand_fetches - before)
+
+    assert found[0] > 0
+    assert found[1:] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", ["frozen", "host"])
+@pytest.mark.parametrize("run", ["in order", "checkpoint", "reentrant checkpoint"])
+def test_nothing_is_left_to_the_garbage_collector(run: str, train: str, device: Device) -> None:
+    model = stack(train, run=RUNS[run]).to(device.torch_device)
+    left: list[int] = []
+    with memkit.LayerOffload(model, device=device, offload_ratio=1.0, train=train):
+        for _ in range(3):
+            gc.collect()
+            gc.disable()
+            try:
+                (batch,) = inputs(device, 1)
+                seen = weakref.WeakSet[torch.UntypedStorage]()
+                handle = model.get_submodule("layers.1").register_forward_pre_hook(
+                    lambda _, args, seen=seen: seen.add(args[0].untyped_storage())
+                )
+                model(batch).square().mean().backward()
+                handle.remove()
+                left.append(len(seen))
+            finally:
+                gc.enable()
+
+    assert left == [0, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", ["frozen", "host"])
+@pytest.mark.parametrize("run", ["checkpoint", "reentrant checkpoint"])
+def test_checkpointed_layers_are_fetched_once_in_a_backward(run: str, train: str, device: Device) -> None:
+    stats = compare(stack(train, 8, run=RUNS[run]), device, num_steps=3, train=train)
+
+    assert stats.num_fetches == 3 * 2 * (8 + 8 - 3)
+    assert stats.num_demand_fetches == 0

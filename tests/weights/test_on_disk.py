@@ -17,7 +17,6 @@ import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, HostMemoryError
 from memkit.transfer import ReferenceDisk
-from tests.refusing import PinLimit
 from tests.threads import num_own_threads
 from tests.weights.cases import RUNS, WIDTH, Stack, only_lora
 
@@ -54,28 +53,6 @@ class _Quiet(memkit.Disk):
         file = super()._make_file(num_bytes)
         file.refusal = None
         return file
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of a reentrant checkpoint without gradients
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("seed", [3, pytest.param(None, marks=pytest.mark.slow)])
-def test_the_same_bits_on_a_late_disk(device: Device, run: str, seed: int | None) -> None:
-    plain, model = _model(run).to(device.torch_device), _model(run)
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2)).to(device.torch_device)
-    before = copy.deepcopy(model.state_dict())
-    with _offload(model, device, ReferenceDisk(seed=seed), offload_ratio=0.8) as offload:
-        for _ in range(3):
-            _assert_same(_results(plain, x), _results(model, x))
-        with torch.no_grad():
-            assert torch.equal(plain(x), model(x))
-        stats = offload.stats()
-        assert stats.disk_bytes == stats.streamed_bytes > 0
-        assert stats.disk_read_bytes > 0
-        assert "read from there" in str(stats)
-        assert all(torch.equal(before[name], value.cpu()) for name, value in model.state_dict().items())
-    assert all(torch.equal(before[name], value.cpu()) for name, value in model.state_dict().items())
-    model.to(device.torch_device)
-    _assert_same(_results(plain, x), _results(model, x))
 
 
 def test_on_a_real_disk(tmp_path: Path) -> None:
@@ -193,18 +170,6 @@ def test_a_read_that_fails_at_every_place(seed: int | None, is_late: bool) -> No
     _assert_same(expected, _results(model, x))
     device.synchronize()
     assert not device.races
-
-
-def test_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    PinLimit(device, monkeypatch, 0)
-    plain, model = _model(), _model()
-    x = torch.randn(3, WIDTH)
-    with pytest.warns(UserWarning, match="LayerOffload"):
-        offload = _offload(model, device, ReferenceDisk(seed=4))
-    with offload:
-        for _ in range(3):
-            _assert_same(_results(plain, x), _results(model, x))
 
 
 @pytest.mark.parametrize(

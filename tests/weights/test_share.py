@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,25 +23,46 @@ from memkit.weights import shares as choice_module
 from memkit.weights.host_copies import DevicePlacement
 from memkit.weights.shares import StepTimes, plan_measured
 from tests.clock import Clock, set_clock
-from tests.weights.cases import WIDTH, Stack, assert_same, checkpointed, inputs, only_lora, run_step, streamed
+from tests.weights.cases import (
+    WIDTH,
+    FailsBackward,
+    Stack,
+    assert_same,
+    checkpointed,
+    inputs,
+    only_lora,
+    run_step,
+    stack,
+    streamed,
+)
 
 pytestmark = pytest.mark.slow
 
 MIB = 2**20
 
 
-@pytest.fixture
-def half(monkeypatch: pytest.MonkeyPatch) -> list[StepTimes]:
-    """Whatever is measured, half of the layers stay. Return what was measured."""
-    seen = []
+@dataclass
+class Choice:
+    """What is measured, and the share of the layers that goes on streaming, whatever that is."""
 
-    def choose(candidates: Any, times: StepTimes, plan: ResidencyPlan, **options: Any) -> ResidencyPlan:
-        seen.append(times)
+    ratio: float = 0.5
+    times: list[StepTimes] = field(default_factory=list)
+    capacities_bytes: list[int | None] = field(default_factory=list)
+
+    def __call__(
+        self, _: Any, times: StepTimes, plan: ResidencyPlan, *, num_slots: int, capacity_bytes: int | None, **__: Any
+    ) -> ResidencyPlan:
+        self.times.append(times)
+        self.capacities_bytes.append(capacity_bytes)
         costs = [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers]
-        return plan_streamed_ratio(costs, 0.5, num_slots=options["num_slots"])
+        return plan_streamed_ratio(costs, self.ratio, num_slots=num_slots)
 
-    monkeypatch.setattr(choice_module, "plan_measured", choose)
-    return seen
+
+@pytest.fixture
+def half(monkeypatch: pytest.MonkeyPatch) -> Choice:
+    choice = Choice()
+    monkeypatch.setattr(choice_module, "plan_measured", choice)
+    return choice
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -53,11 +75,8 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 def test_layers_that_come_to_stay_change_nothing(
     train: str, run: Callable[[nn.ModuleList, Tensor], Tensor] | None, device: Device
 ) -> None:
-    model = Stack(8, run=run).to(device.torch_device)
-    if train == "frozen":
-        only_lora(model)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    with memkit.LayerOffload(model, offload_ratio="auto", train=train, device=device) as offload:
+    given = streamed(stack(train, 8, run=run), device, offload_ratio="auto", train=train)
+    with given as (model, plain, batches, offload):
         optimizers = [_sgd(model), _sgd(plain)]
         for step in range(4):
             assert len(offload.plan.streamed) == (8 if step < 2 else 4)
@@ -153,7 +172,7 @@ def test_sampling_alone_is_timed_as_well(device: Device) -> None:
         assert len(offload.plan.streamed) == 4
 
 
-def test_samples_ahead_of_training_do_not_decide(half: list[StepTimes], device: Device) -> None:
+def test_samples_ahead_of_training_do_not_decide(half: Choice, device: Device) -> None:
     with streamed(only_lora(Stack(8)), device, offload_ratio="auto") as (model, _, batches, offload):
         for _ in range(7):
             with torch.no_grad():
@@ -163,7 +182,7 @@ def test_samples_ahead_of_training_do_not_decide(half: list[StepTimes], device: 
             with torch.no_grad():
                 model(batches[0])
         assert len(offload.plan.streamed) == 4
-    assert [len(times.backward_s) for times in half] == [8]
+    assert [len(times.backward_s) for times in half.times] == [8]
 
 
 class _Sleep(torch.autograd.Function):
@@ -249,16 +268,8 @@ def test_least_that_fits_is_chosen_where_there_is_no_room(train: str, num_stream
     assert _chosen(times, train=train, capacity_bytes=10 * MIB) == 12
 
 
-def test_capacity_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int | None] = []
-
-    def choose(
-        candidates: Any, times: StepTimes, plan: ResidencyPlan, *, capacity_bytes: int | None, **_: Any
-    ) -> ResidencyPlan:
-        seen.append(capacity_bytes)
-        return plan
-
-    monkeypatch.setattr(choice_module, "plan_measured", choose)
+def test_capacity_is_that_of_the_device(half: Choice) -> None:
+    half.ratio = 1.0
     device = ReferenceDevice()
     device.capacity_bytes = 12345
     model = only_lora(Stack(4))
@@ -266,7 +277,7 @@ def test_capacity_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
         for _ in range(3):
             run_step(model, inputs(device))
         stats = offload.stats()
-    assert seen == [12345]
+    assert half.capacities_bytes == [12345]
     assert stats.predicted_peak_bytes == stats.actual_peak_bytes
 
 
@@ -286,13 +297,8 @@ def test_counts_go_on_and_the_second_step_with_the_share_is_timed(device: Device
 
 
 @pytest.mark.parametrize("by_themselves", [False, True])
-def test_all_come_to_stay(by_themselves: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(candidates: Any, times: StepTimes, plan: ResidencyPlan, **_: Any) -> ResidencyPlan:
-        return plan_streamed_ratio(
-            [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers], 0, num_slots=3
-        )
-
-    monkeypatch.setattr(choice_module, "plan_measured", choose)
+def test_all_come_to_stay(by_themselves: bool, half: Choice, device: Device) -> None:
+    half.ratio = 0.0
     with streamed(only_lora(Stack(4)), device, offload_ratio="auto") as (model, plain, _, offload):
         for _ in range(6):
             batch = inputs(device, 1)[0]
@@ -341,10 +347,9 @@ def test_parameters_that_were_put_in_the_place_of_others_come_to_stay(device: De
 def test_all_go_on_streaming_where_the_device_has_no_room(
     error: BaseException, train: str, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = only_lora(Stack(8)) if train == "frozen" else Stack(8)
-    plain, batches = copy.deepcopy(model.to(device.torch_device)), inputs(device, 1)
     optimizer = partial(torch.optim.SGD, lr=0.0) if train == "fused" else None
-    with memkit.LayerOffload(model, offload_ratio="auto", train=train, optimizer=optimizer, device=device) as offload:
+    given = streamed(stack(train, 8), device, offload_ratio="auto", train=train, optimizer=optimizer)
+    with given as (model, plain, (*batches, _), offload):
         for one in (model, plain, model, plain):
             run_step(one, batches)
         place, times = offload._placement.place, iter(range(3))
@@ -366,16 +371,6 @@ def test_all_go_on_streaming_where_the_device_has_no_room(
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise RuntimeError("body")
-
-
 @pytest.mark.usefixtures("half")
 @pytest.mark.parametrize("where", ["forward", "sampling", "backward"])
 def test_step_that_fails_is_not_the_one_that_counts(where: str, device: Device) -> None:
@@ -385,7 +380,7 @@ def test_step_that_fails_is_not_the_one_that_counts(where: str, device: Device) 
         for layer in layers:
             x = layer(x)
             if layer is layers[1]:
-                x = _Fails.apply(x) if where == "backward" else layers[2](x[:, :1])
+                x = FailsBackward.apply(x, RuntimeError("body")) if where == "backward" else layers[2](x[:, :1])
         return x
 
     with memkit.LayerOffload(model, offload_ratio="auto", device=device) as offload:

@@ -15,7 +15,7 @@ import memkit
 from memkit.core.owners import owner_of
 from memkit.core.tensors import parts_of, set_reported_device
 from memkit.device import Device, ReferenceDevice
-from tests.weights.cases import WIDTH, Result, Stack, assert_same, compare, inputs, results, run_step, streamed
+from tests.weights.cases import WIDTH, Stack, assert_same, compare, inputs, run_step, streamed
 from tests.weights.wrapped import BLOCKS, Block, Int4, Int8, Quantized, Wrapper, devices_of
 
 pytestmark = pytest.mark.slow
@@ -23,15 +23,6 @@ pytestmark = pytest.mark.slow
 
 def _model(device: Device, block: Callable[[], nn.Module] = Block, **options: Any) -> nn.Module:
     return Stack(block=block, **options).to(device.torch_device)
-
-
-@pytest.mark.parametrize("slots", [1, 2, 6])
-@pytest.mark.parametrize("block", BLOCKS)
-def test_same_as_plainly(block: str, slots: int, device: Device) -> None:
-    stats = compare(Stack(block=BLOCKS[block]), device, offload_ratio=1.0, num_slots=slots)
-
-    assert stats.num_streamed == 6
-    assert stats.num_overflows == 0
 
 
 def test_bytes_that_stream_are_those_of_the_inner_tensors(device: Device) -> None:
@@ -263,27 +254,6 @@ def test_inner_tensor_that_is_made_anew_each_time_stays(device: Device) -> None:
         assert not any("weight" in name for name in names)
 
 
-# Together with the others
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_together(block: str, device: Device) -> None:
-    def step(model: nn.Module, batches: list[Tensor]) -> Result:
-        outputs = []
-        for batch in batches:
-            with memkit.CPUOffload(1.0, tag="subclasses", min_bytes=0, device=device):
-                outputs.append(model(batch))
-            outputs[-1].square().mean().backward()
-        return results(model, outputs)
-
-    model = _model(device, BLOCKS[block])
-    plain = copy.deepcopy(model)
-    expected = [run_step(plain, inputs(device)) for _ in range(3)]
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
-        for want in expected:
-            assert_same(step(model, inputs(device)), want)
-
-
 # Quantized storage that is no such subclass
 
 
@@ -321,40 +291,3 @@ def test_parameter_with_tensors_in_attributes_streams_without_those() -> None:
         assert offload.stats().num_streamed == 4
         assert addresses == [layer.weight.absmax.data_ptr() for layer in model.layers]
         assert all(type(layer.weight) is Params4bit for layer in model.layers)
-
-
-# torchao
-
-
-def _compare_loaded(make: Callable[[], nn.Module], slots: int, device: Device) -> memkit.weights.LayerStats:
-    """See that a model that cannot be copied does the same without_modes and with streamed layers."""
-    model, plain = make().to(device.torch_device), make().to(device.torch_device)
-    plain.load_state_dict(model.state_dict())
-    expected = [run_step(plain, inputs(device)) for _ in range(2)]
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=slots, device=device) as offload:
-        for want in expected:
-            assert_same(run_step(model, inputs(device)), want)
-        stats = offload.stats()
-    for name, parameter in plain.named_parameters():
-        found, wanted = parts_of(model.get_parameter(name)), parts_of(parameter)
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)), name
-    assert stats.num_streamed == 6
-    return stats
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("slots", [1, 2])
-def test_int8_of_torchao(slots: int, device: Device) -> None:
-    quantization = pytest.importorskip("torchao.quantization")
-
-    def block() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)).requires_grad_(False)
-
-    def make() -> nn.Module:
-        model = Stack(block=block)
-        quantization.quantize_(model.layers, quantization.Int8WeightOnlyConfig())
-        return model
-
-    stats = _compare_loaded(make, slots, device)
-
-    assert stats.streamed_bytes < 6 * 2 * 4 * 64 * WIDTH

@@ -28,6 +28,7 @@ from memkit.weights.slots import Slot
 from memkit.weights.streaming import Streamer
 from tests.weights.cases import (
     RUNS,
+    TRAIN,
     WIDTH,
     Block,
     Result,
@@ -38,8 +39,10 @@ from tests.weights.cases import (
     only_lora,
     results,
     run_step,
+    stack,
     streamed,
 )
+from tests.weights.wrapped import BLOCKS as WRAPPED
 
 pytestmark = pytest.mark.slow
 
@@ -81,8 +84,7 @@ def _step_in(context: Context, device: Device) -> Callable[[nn.Module, list[Tens
     def step(model: nn.Module, batches: list[Tensor]) -> Result:
         outputs = []
         for batch in batches:
-            is_streamed = bool(model._forward_hooks)
-            with context(device) if is_streamed else nullcontext():
+            with context(device) if model._forward_hooks else nullcontext():
                 output = model(batch)
                 loss = output.square().mean()
             loss.backward()
@@ -94,11 +96,13 @@ def _step_in(context: Context, device: Device) -> Callable[[nn.Module, list[Tens
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("block", ["plain", *WRAPPED])
+@pytest.mark.parametrize("train", TRAIN)
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_contexts_around_forwards(context: str, slots: int, device: Device) -> None:
-    step = _step_in(CONTEXTS[context], device)
+def test_contexts_around_forwards(context: str, train: str, block: str, slots: int, device: Device) -> None:
+    model = stack(train, 6, **({"block": WRAPPED[block]} if block in WRAPPED else {}))
 
-    compare(only_lora(Stack()), device, step=step, num_steps=3, offload_ratio=1.0, num_slots=slots)
+    compare(model, device, step=_step_in(CONTEXTS[context], device), num_steps=3, num_slots=slots, **TRAIN[train])
 
 
 @pytest.mark.filterwarnings("ignore:.*budget of 256 bytes cannot be kept to")
@@ -108,15 +112,7 @@ def test_recompute_where_an_op_returns_a_weight(device: Device) -> None:
             up = self.up.weight.detach().dequantize()  # that of a plain tensor is itself, and no view of it
             return super().forward(x + (x @ up.t()).tanh() @ self.down.weight.t())
 
-    def step(model: nn.Module, batches: list[Tensor]) -> Result:
-        is_streamed = bool(model._forward_hooks)
-        outputs = []
-        for batch in batches:
-            with memkit.Rematerialize("256 B", min_bytes=0, device=device) if is_streamed else nullcontext():
-                outputs.append(model(batch))
-            outputs[-1].square().mean().backward()
-        return results(model, outputs)
-
+    step = _step_in(lambda device: memkit.Rematerialize("256 B", min_bytes=0, device=device), device)
     compare(only_lora(Stack(block=Returning)), device, step=step, num_steps=3, offload_ratio=1.0, num_slots=2)
 
 
@@ -162,29 +158,6 @@ def test_hooks_of_the_user_inside_of_a_layer_that_keep_what_they_are_given(devic
     stats = compare(model, device, offload_ratio=1.0, num_slots=2)
 
     assert stats.num_overflows > 0
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_inside_of_a_layer_inside_of_another(use_reentrant: bool, device: Device) -> None:
-    class Inside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.ModuleList(Block() for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.inner:
-                x = checkpoint(block, x, use_reentrant=use_reentrant)
-            return x
-
-    model = only_lora(Stack(2, block=Inside))
-
-    compare(
-        model,
-        device,
-        layers=[f"layers.{outer}.inner.{inner}" for outer in (0, 1) for inner in (0, 1)],
-        offload_ratio=1.0,
-        num_slots=1,
-    )
 
 
 def test_profile_of_a_model_that_streams(device: Device) -> None:
@@ -288,24 +261,3 @@ def test_what_is_needed_sooner_goes_first(
     assert sum(not is_layer for _, is_layer in use_orders) > 4
     for (use_order, is_layer), (later, is_later_layer) in itertools.combinations(use_orders, 2):
         assert is_layer == is_later_layer or later < use_order
-
-
-@pytest.mark.parametrize("train", ["host", "fused"])
-@pytest.mark.parametrize("context", ["offload", "recompute", "offload and recompute"])
-def test_contexts_around_forwards_of_what_is_trained(context: str, train: str, device: Device) -> None:
-    plain, batches = Stack(4).to(device.torch_device), inputs(device)
-    model, make = copy.deepcopy(plain), functools.partial(torch.optim.SGD, lr=0.1)
-    options = {"optimizer": make} if train == "fused" else {"train": "host"}
-    optimizer = make(plain.parameters())
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device, **options):
-        for batch in batches:
-            with CONTEXTS[context](device):
-                output = model(batch)
-            for one in (output, plain(batch)):
-                one.square().mean().backward()
-            if train == "host":
-                assert_same(results(model, [output]), results(plain, [plain(batch)]))
-            else:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert_same(dict(model.state_dict()), dict(plain.state_dict()))

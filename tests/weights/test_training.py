@@ -1,4 +1,4 @@
-"""`train="host"`: gradients go to host memory, and an optimizer steps the host copies there."""
+"""`train="host"`: gradients go to host memory, and an optimizer steps the host copies there. What goes beyond `test_bits`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,7 @@ from torch import Tensor, nn
 import memkit
 from memkit.core import torch_private
 from memkit.device import Device, ReferenceDevice
-from tests.weights.cases import (
-    RUNS,
-    WIDTH,
-    Stack,
-    assert_same,
-    compare,
-    in_order,
-    inputs,
-    only_lora,
-    results,
-    run_step,
-    streamed,
-)
+from tests.weights.cases import WIDTH, FailsBackward, Stack, assert_same, in_order, inputs, results, run_step, stack, streamed
 
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
@@ -37,15 +25,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw one by one": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=False),
     "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
 }
-
-
-@pytest.mark.core(1)
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("run", RUNS)
-def test_gradients(run: str, slots: int, device: Device) -> None:
-    stats = compare(Stack(run=RUNS[run]), device, offload_ratio=1.0, num_slots=slots, train="host")
-
-    assert stats.d2h_bytes > 0
 
 
 class Oracle:
@@ -107,38 +86,6 @@ def test_twenty_steps(make: str, num_batches: int, max_norm: float | None, devic
                 assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), name
 
 
-def _host_model(device: Device, **options: object) -> tuple[nn.Module, nn.Module, memkit.LayerOffload]:
-    model = Stack(4).to(device.torch_device)
-    plain = copy.deepcopy(model)
-    return plain, model, memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host", **options)  # type: ignore[arg-type]
-
-
-def test_kept_gradients_are_not_overwritten(device: Device) -> None:
-    with streamed(Stack(4), device, train="host") as (model, plain, batches, _):
-        kept = []
-        for batch in batches:
-            for one in (plain, model):
-                one.zero_grad()
-                one(batch).square().sum().backward()
-            kept.append([parameter.grad for parameter in model.parameters()])
-            expected = [parameter.grad for parameter in plain.parameters()]
-            assert all(_same(one, other) for one, other in zip(kept[-1], expected, strict=True))
-            plain.zero_grad()
-            model.zero_grad()
-        assert not _same(kept[0][3], kept[1][3])
-
-
-def test_zero_grad_between_forward_and_backward(device: Device) -> None:
-    with streamed(Stack(4), device, train="host") as (model, plain, batches, _):
-        for set_to_none in (True, False, True):
-            for batch in batches:
-                for one in (plain, model):
-                    loss = one(batch).square().sum()
-                    one.zero_grad(set_to_none=set_to_none)
-                    loss.backward()
-            assert_same(results(model, []), results(plain, []))
-
-
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
@@ -158,22 +105,12 @@ def test_grad_returns_gradients_and_leaves_grad_alone(device: Device) -> None:
             assert _same(one.grad, other.grad)
 
 
-class _Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        raise ArithmeticError("the test's own")
-
-
 def test_backward_that_fails_leaves_gradients_with_all_or_nothing_of_it(device: Device) -> None:
     fails, left = False, []
 
     def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
         x = in_order(layers[:2], x)  # type: ignore[arg-type]
-        return in_order(layers[2:], _Failing.apply(x) if fails else x)  # type: ignore[arg-type]
+        return in_order(layers[2:], FailsBackward.apply(x, ArithmeticError("of the test")) if fails else x)  # type: ignore[arg-type]
 
     plain = Stack(4, run=run).to(device.torch_device)
     model = copy.deepcopy(plain)
@@ -197,19 +134,10 @@ def test_backward_that_fails_leaves_gradients_with_all_or_nothing_of_it(device: 
             assert _same(one.grad, other.grad)
 
 
-def test_mode_is_chosen_by_what_is_trained(device: Device) -> None:
-    model = Stack(4).to(device.torch_device)
-    with memkit.LayerOffload(model, device=device, offload_ratio=1.0) as offload:
-        assert offload.train == "host"
-    model.get_submodule("layers").requires_grad_(False)
-    with memkit.LayerOffload(model, device=device, offload_ratio=1.0) as offload:
-        assert offload.train == "frozen"
-
-
 def test_gradients_with_a_graph_of_their_own_are_refused(device: Device) -> None:
-    _, model, offload = _host_model(device)
-    with offload, pytest.raises(memkit.errors.LayerOffloadError, match=r"layers\.3\..*create_graph"):
-        model(inputs(device)[0]).square().sum().backward(create_graph=True)
+    refused = pytest.raises(memkit.errors.LayerOffloadError, match=r"layers\.3\..*create_graph")
+    with streamed(Stack(4), device, train="host") as (model, _, (batch, _), _), refused:
+        model(batch).square().sum().backward(create_graph=True)
 
 
 def test_gradients_that_are_held_keep_their_bytes_after_close(device: Device) -> None:
@@ -232,9 +160,7 @@ _SCALED: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("optimizer", _SCALED)
 @pytest.mark.parametrize("train", ["frozen", "host"])
 def test_grad_scaler(train: str, optimizer: str, unscales: bool, device: Device) -> None:
-    plain = Stack(4).to(device.torch_device)
-    if train == "frozen":
-        only_lora(plain)
+    plain = stack(train).to(device.torch_device)
     model = copy.deepcopy(plain)
     batches = [*inputs(device, 3), torch.full_like(inputs(device)[0], float("inf")), *inputs(device, 1)]
     with memkit.LayerOffload(model, device=device, offload_ratio=0.5, train=train):
@@ -280,71 +206,6 @@ def test_scaler_of_torch_is_refused_where_gradients_are_on_the_host(device: Devi
     scaler.step(optimizer)
 
 
-class _Adjoint(nn.Module):
-    """Uses its complex weights as adjoints, so that autograd makes gradients that are conjugated, or negated, lazily."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / WIDTH)
-        self.scale = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = x.to(torch.complex64) @ self.weight.mH
-        return x + (z * self.scale.conj()).real + z.conj().imag
-
-
-@pytest.mark.parametrize("num_batches", [1, 2])
-def test_gradients_that_are_conjugated_lazily(num_batches: int, device: Device) -> None:
-    with streamed(Stack(4, block=_Adjoint), device, train="host") as (model, plain, _, _):
-        for one in (plain, model):
-            for batch in inputs(device, num_batches):
-                one(batch).square().mean().backward()
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert _same(one.grad, other.grad)
-
-
-class _Embedding(nn.Module):
-    """A layer whose embedding has gradients of few rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(10, WIDTH, sparse=True)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(self.rows(x[:, 0].abs().long()))
-
-
-def test_gradients_that_are_sparse(device: Device) -> None:
-    with streamed(Stack(4, block=_Embedding), device, train="host") as (model, plain, batches, _):
-        for batch in batches:
-            for one in (plain, model):
-                one(batch).square().mean().backward()
-            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-                assert one.grad is not None
-                assert other.grad is not None
-                assert one.grad.layout == other.grad.layout
-                assert torch.equal(one.grad.cpu().to_dense(), other.grad.cpu().to_dense())
-
-
-@pytest.mark.parametrize("is_sparse_first", [False, True])
-def test_sparse_gradients_and_dense_ones_are_accumulated(is_sparse_first: bool, device: Device) -> None:
-    def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        for layer in layers:
-            assert isinstance(layer, _Embedding)
-            layer.rows.sparse = is_sparse
-            x = layer(x)
-        return x
-
-    with streamed(Stack(4, block=_Embedding, run=run), device, train="host") as (model, plain, _, _):
-        for number, batch in enumerate(inputs(device, 3)):
-            is_sparse = is_sparse_first == (number == 0)
-            for one in (plain, model):
-                one(batch).square().mean().backward()
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert _same(one.grad, other.grad)
-
-
 def test_gradient_to_be_added_that_cannot_be_sent(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no room to pack it")
@@ -360,46 +221,12 @@ def test_gradient_to_be_added_that_cannot_be_sent(device: Device, monkeypatch: p
         assert_same(run_step(model, batches), run_step(plain, batches))
 
 
-def test_memory_that_a_gradient_is_on_its_way_to_is_not_given_back(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model, offload = _host_model(device)
-    batches, sent, added = inputs(device), [], []
-    with offload:
-        model(batches[0]).square().sum().backward()
-        gradients = offload._gradients
-        assert gradients is not None
-        copy_out, give = type(gradients._lanes).copy_out, type(offload._arena).give
-
-        def send(lanes: Any, source: Any, span: Any, **options: Any) -> Any:
-            sent.append(span)
-            return copy_out(lanes, source, span, **options)
-
-        def check(arena: Any, span: Any, *rest: Any) -> None:
-            assert all(span is not other for other in sent)
-            give(arena, span, *rest)
-
-        def fail() -> None:
-            raise RuntimeError("no wait")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(gradients, "_window_bytes", 0)
-            patch.setattr(gradients, "_await_oldest", fail)
-            patch.setattr(gradients, "_add", lambda *_: added.append(True))
-            patch.setattr(type(gradients._lanes), "copy_out", send)
-            patch.setattr(type(offload._arena), "give", check)
-            gradients._in_flight.append((torch.UntypedStorage(0), device.record_event(device.current_stream())))
-            with pytest.raises(RuntimeError, match="no wait"):
-                model(batches[1]).square().sum().backward()
-
-    assert not added
-
-
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch sees to the gradient's dtype")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_gradients_of_another_dtype_are_refused(dtype: torch.dtype, device: Device) -> None:
-    _, model, offload = _host_model(device)
-    weight = model.get_parameter("layers.2.up.weight")
-    weight.grad_dtype = dtype
-    with offload:
+    with streamed(Stack(4), device, train="host") as (model, _, _, _):
+        weight = model.get_parameter("layers.2.up.weight")
+        weight.grad_dtype = dtype
         with pytest.raises(memkit.errors.LayerOffloadError, match=rf"layers\.2\.up\.weight.*torch\.float32.*{dtype}"):
             model(inputs(device)[0]).square().sum().backward()
         weight.grad_dtype = torch.float32

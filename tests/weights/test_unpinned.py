@@ -20,16 +20,7 @@ from memkit.device import Device, Stream
 from memkit.transfer import arena
 from tests.gpus import ON_GPU
 from tests.refusing import PinLimit
-from tests.weights.cases import (
-    RUNS,
-    Stack,
-    assert_same,
-    compare,
-    inputs,
-    only_lora,
-    run_step,
-    streamed,
-)
+from tests.weights.cases import TRAIN, Stack, assert_same, inputs, only_lora, run_step, stack, streamed
 
 pytestmark = pytest.mark.slow
 
@@ -52,54 +43,12 @@ def _staging_threads() -> list[str]:
 # The same to the bit
 
 
-@pytest.mark.covering(2)
-@WARNS
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("run", ["in order", "reused", "branching", "reentrant checkpoint"])
-def test_frozen(run: str, slots: int, limit: PinLimit, device: Device) -> None:
-    stats = compare(only_lora(Stack(run=RUNS[run])), device, offload_ratio=1.0, num_slots=slots, num_steps=3)
-
-    assert stats.d2h_bytes == 0
-    assert stats.num_overflows == 0 or run == "branching" or slots == 1
-    assert not limit.pinned
-
-
-@WARNS
-@pytest.mark.parametrize("run", ["in order", "reused", "segments"])
-def test_host(run: str, limit: PinLimit, device: Device) -> None:
-    stats = compare(Stack(run=RUNS[run]), device, offload_ratio=1.0, train="host")
-
-    assert stats.d2h_bytes > 0
-    assert not limit.pinned
-
-
-@pytest.mark.covering(2)
-@WARNS
-@pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("run", ["in order", "reused"])
-def test_fused(run: str, slots: int, limit: PinLimit, device: Device) -> None:
-    make, (batch,) = partial(torch.optim.AdamW, lr=0.01), inputs(device, 1)
-    model = Stack(run=RUNS[run]).to(device.torch_device)
-    plain = copy.deepcopy(model)
-    optimizer = make(plain.parameters())
-    with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=slots, optimizer=make, device=device):
-        for step in range(5):
-            for one in (plain, model):
-                one(batch + step / 100).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            for name, tensor in plain.state_dict().items():
-                assert torch.equal(model.state_dict()[name].cpu(), tensor.cpu()), (step, name)
-    assert not limit.pinned
-
-
 # One warning
 
 
 @pytest.mark.parametrize("train", ["frozen", "host"])
 def test_warns_once_when_it_is_made(train: str, limit: PinLimit, device: Device) -> None:
-    model = Stack().to(device.torch_device)
-    model = only_lora(model) if train == "frozen" else model
+    model = stack(train, 6).to(device.torch_device)
     way = "go straight from and to it" if limit.limit_bytes == 0 else r"go through 4 buffers of 1.00 KiB"
 
     with warnings.catch_warnings(record=True) as caught:
@@ -119,10 +68,8 @@ def test_warns_once_when_it_is_made(train: str, limit: PinLimit, device: Device)
 
 def test_warns_once_when_memory_is_needed_later(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = PinLimit(device, monkeypatch, 100 * PAGE)
-    model = Stack().to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
-    expected = run_step(plain, batches)
-    with memkit.LayerOffload(model, num_resident=0, device=device, train="host"):
+    with streamed(Stack(), device, train="host") as (model, plain, batches, _):
+        expected = run_step(plain, batches)
         limit.limit_bytes = sum(limit.pinned.values())
         kept = []
         with warnings.catch_warnings(record=True) as caught:
@@ -136,29 +83,15 @@ def test_warns_once_when_memory_is_needed_later(device: Device, monkeypatch: pyt
     assert not limit.pinned
 
 
-def test_warning_that_is_an_error_leaves_the_model_as_it_was(limit: PinLimit, device: Device) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    storages = [parameter.untyped_storage()._cdata for parameter in model.parameters()]
-
-    with pytest.raises(UserWarning, match="the system did not pin"):
-        memkit.LayerOffload(model, offload_ratio=1.0, device=device)
-
-    assert [parameter.untyped_storage()._cdata for parameter in model.parameters()] == storages
-    assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
-    assert not limit.pinned
-    assert not _staging_threads()
-
-
 # Closing
 
 
 @pytest.mark.slow
 @WARNS
 @pytest.mark.parametrize("device", ["late", *ON_GPU], indirect=True)
-@pytest.mark.parametrize("train", ["frozen", "host", "fused"])
+@pytest.mark.parametrize("train", TRAIN)
 def test_nothing_is_left_by_opening_and_closing(train: str, limit: PinLimit, device: Device) -> None:
-    model = Stack().to(device.torch_device)
-    model = only_lora(model) if train == "frozen" else model
+    model = stack(train, 6).to(device.torch_device)
     optimizer = partial(torch.optim.SGD, lr=0.0) if train == "fused" else None
     counter, batch = device.memory_counter(), inputs(device)[0]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -233,10 +166,8 @@ class Failing:
 @WARNS
 @pytest.mark.parametrize("num_left", [0, 7])
 def test_copy_to_the_device_fails(num_left: int, limit: PinLimit, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = only_lora(Stack()).to(device.torch_device)
-    plain, batches = copy.deepcopy(model), inputs(device)
     num_left = num_left if limit.limit_bytes else num_left // 5
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device) as offload:
+    with streamed(only_lora(Stack()), device) as (model, plain, batches, offload):
         with monkeypatch.context() as patch:
             Failing(device, patch, is_out=False, num_left=num_left)
             with pytest.raises(RuntimeError, match="the link is down"):
@@ -271,13 +202,12 @@ def test_gradient_does_not_come_to_the_host(
 @WARNS
 @pytest.mark.usefixtures("limit")
 def test_weights_that_were_not_written_back_are_not_read(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Stack().to(device.torch_device)
-    make = partial(torch.optim.SGD, lr=0.1)
-    with memkit.LayerOffload(model, offload_ratio=1.0, device=device, optimizer=make):
+    down = pytest.raises(RuntimeError, match="the link is down")
+    with streamed(Stack(), device, **TRAIN["fused"]) as (model, _, (batch, _), _):
         with monkeypatch.context() as patch:
             Failing(device, patch, is_out=True, num_left=0)
-            with pytest.raises(RuntimeError, match="the link is down"):
-                model(inputs(device)[0]).sum().backward()
+            with down:
+                model(batch).sum().backward()
 
-        with pytest.raises(RuntimeError, match="the link is down"):
-            model(inputs(device)[0])
+        with down:
+            model(batch)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from memkit.activations.offloading.schedule import Schedule
     from memkit.activations.offloading.scheduled import ScheduledForward
     from memkit.activations.offloading.window import OffloadWindow
-    from memkit.activations.recomputing.decider import Decider
+    from memkit.activations.recomputing.budget import Decider
     from memkit.activations.recomputing.recorded_forward import RecordedForward
     from memkit.activations.saved.counts import Counts
     from memkit.activations.saved.traces import Trace
@@ -168,7 +168,7 @@ class BudgetStage(RecordingStage):
             memory_bytes_per_s=measure_ceilings(device).bytes_per_s,
         )
 
-    def _decide(self, *, raises: bool) -> Decider:
+    def _decide(self) -> Decider:
         state, limits, device = self._state, self._limits, self._device
         counter = state.counter
         if counter is not None:

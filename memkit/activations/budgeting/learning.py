@@ -13,7 +13,7 @@ import torch
 
 from memkit.activations.budgeting.meter import Foresight, is_other_link, observed_trace
 from memkit.activations.budgeting.ways import Ways
-from memkit.activations.recomputing.decider import Decider
+from memkit.activations.recomputing.budget import Decider
 from memkit.activations.saved.traces import Follower, Trace, Traces
 from memkit.core.sizes import format_bytes
 from memkit.errors import BudgetInfeasible, HostMemoryError

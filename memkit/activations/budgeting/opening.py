@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from memkit.activations.budgeting.limits import StepPeak
 from memkit.activations.budgeting.state import BudgetState, budget_states
 from memkit.activations.offloading.moving_stage import MovingStage, OffloadOptions
-from memkit.activations.recomputing.settling import choices_ahead, settle_ahead
+from memkit.activations.recomputing.region_plan import choices_ahead, settle_ahead
 from memkit.activations.recomputing.unrecorded import IdleStage, RegionStage, open_steady
 from memkit.activations.saved.entry import Entry, unpack
 from memkit.activations.saved.settled import TimedWays, Way

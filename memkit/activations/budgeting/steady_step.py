@@ -339,14 +339,13 @@ def _skipped_writer(
         skipped = ExpectedOp(func, is_skipped=True, is_writer=True, first=numbers.start, made=numbers.start, strangers=(0,))
         return skipped._replace(makes_none=True) if is_stranger else None
     outs, call = lineage.outs[op], recording.calls[op]
-    read, hidden = {source[1] for source in call.sources}, range(outs[-1] + 1, numbers.stop)
+    read, written, hidden = {source[1] for source in call.sources}, call.written, range(outs[-1] + 1, numbers.stop)
     if not read.issuperset(range(numbers.start, outs[0])) or not needed.isdisjoint(hidden):
         return None
     skipped = ExpectedOp(func, is_skipped=True, is_writer=True, first=numbers.start, made=outs[0])
     if kind.statistics:
         is_first = len(hidden) == len(kind.statistics) and recording.hidden.issuperset(hidden)
         return skipped._replace(strangers=kind.statistics, is_norm=True) if is_first else None
-    written = () if call.notes is None else call.notes.written
     is_over = kind.is_in_place and not hidden and len(outs) == len(written) == 1
     may_go = is_over and written[0] not in needed and written[0] not in recording.roots
     return skipped._replace(over=written[0]) if may_go else None

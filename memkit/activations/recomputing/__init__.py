@@ -4,16 +4,14 @@ Single ops:
 
 - `recording_stage`: begins to record a forward, and what is done with each saved tensor
 - `recorded_forward`: what of a forward is on the device, and what can be recomputed
-- `decider`: base class of deciders
-- `budget`: the decider of `Rematerialize`: a plan, or the score as the forward goes
+- `budget`: deciders: a plan, or the score as the forward goes
 - `sources`: tensors that dropped ones can be recomputed from
 - `compiled_calls`: compiled modules in a recorded forward
 
 Regions: calls of modules that are recomputed as a whole, nothing recorded:
 
-- `settling`: when a step need not be recorded any more
 - `unrecorded`: what is done in a step that is not recorded
-- `region_plan`: which calls become regions
+- `region_plan`: which calls become regions, and when steps need not be recorded any more
 - `regions`: the context in which they are regions, and why a module cannot be one
 - `region_calls`: a module with hooks, one call, of which autograd keeps no saved tensors, and its recompute
 - `module_state`: what must be as it was: parameters, buffers, generators, autocast

@@ -1,20 +1,24 @@
-"""The decider of `Rematerialize`: drops values by a plan, or by the score during the forward."""
+"""Deciders for the saves of a recorded forward. That of `Rematerialize` drops values by a plan, or by the score meanwhile."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from memkit.activations.recomputing.decider import Decider
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.traces import Follower, Trace, Traces
+from memkit.activations.saved.traces import Follower, OpTrace, SaveKey, Trace, Traces
 from memkit.core.sizes import format_bytes
 from memkit.device import Device
 from memkit.errors import BudgetInfeasible
 from memkit.plan import Action, DTRScore, Plan, infeasible, tell_kept
 from memkit.recording.ops import OpKinds
+
+if TYPE_CHECKING:
+    from memkit.activations.saved.state import RematState
 
 NO_BUDGET = sys.maxsize
 """Only values that the user marks are dropped."""
@@ -22,13 +26,13 @@ NO_BUDGET = sys.maxsize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RematOptions:
-    budget: int | float
-    policy: str
-    plan: Plan | None
-    score: DTRScore
+    budget: int | float = NO_BUDGET
+    policy: str = "plan"
+    plan: Plan | None = None
+    score: DTRScore = field(default_factory=DTRScore)
     min_bytes: int
-    strict: bool
-    verify: bool
+    strict: bool = False
+    verify: bool = False
     device: Device | None = field(compare=False)
     kinds: OpKinds
 
@@ -51,17 +55,56 @@ class RematOptions:
 
 
 def recorded_alone(min_bytes: int, device: Device | None, kinds: OpKinds, *, policy: str = "plan") -> RematOptions:
-    return RematOptions(
-        budget=NO_BUDGET,
-        policy=policy,
-        plan=None,
-        score=DTRScore(),
-        min_bytes=min_bytes,
-        strict=False,
-        verify=False,
-        device=device,
-        kinds=kinds,
-    )
+    return RematOptions(policy=policy, min_bytes=min_bytes, device=device, kinds=kinds)
+
+
+class Decider(ABC):
+    limit_bytes: float = math.inf
+    plan: Plan | None = None
+    """The followed plan of single ops."""
+
+    def __init__(self, follower: Follower) -> None:
+        self.follower = follower
+
+    @property
+    def follows_plan(self) -> bool:
+        """Whether a plan is followed; otherwise the score decides."""
+        return self.plan is not None
+
+    @property
+    def retained(self) -> Collection[int]:
+        """Values that autograd does not save, and that the plan holds."""
+        return () if self.plan is None else self.plan.retained
+
+    @property
+    def ops(self) -> OpTrace | None:
+        trace = self.follower.trace
+        return None if trace is None else trace.ops
+
+    @property
+    def known_s(self) -> Sequence[float]:
+        return () if self.ops is None else self.ops.step.lineage.seconds
+
+    def note(self, key: SaveKey, funcs: list[object]) -> bool:
+        """Note a save; return whether that has changed the plan."""
+        trace = self.follower.trace
+        self.follower.note(key, funcs)
+        if self.follower.trace is trace:
+            return False
+        self._change_plan()
+        return True
+
+    @abstractmethod
+    def _change_plan(self) -> None:
+        """Called when another forward is followed than before."""
+
+    @abstractmethod
+    def action(self, value: int, held_bytes: int) -> Action | None:
+        """None to keep a value until `held_bytes`, with those of a context outside, exceed the limit."""
+
+    @abstractmethod
+    def grow(self) -> None:
+        """Called when the saved bytes have grown, and perhaps the limit."""
 
 
 class BudgetDecider(Decider):
@@ -71,33 +114,22 @@ class BudgetDecider(Decider):
 
     def __init__(
         self,
+        state: RematState,
         options: RematOptions,
-        traces: Traces,
         counts: Counts,
-        last: Counts,
-        warn: Callable[[str, str], None],
-        *,
-        raises: bool,
-        with_regions: Callable[[Trace, Plan], int | None] | None = None,
+        with_regions: Callable[[Trace, Plan], int | None] | None,
     ) -> None:
+        traces, last = state.traces, state.counts
         super().__init__(Follower(traces if options.policy != "dtr" else Traces()))
-        self._options, self._counts, self._warn, self._with_regions = options, counts, warn, with_regions
+        self._options, self._counts, self._warn, self._with_regions = options, counts, state.warn_once, with_regions
         trace = self.follower.trace
-        plan = self._plan_of(trace, raises=raises, is_entry=True)
+        plan = self._plan_of(trace, is_entry=True)
         if trace is None or trace is not traces.latest:
-            self._judge(last, raises=raises)  # before the counts change: they may be the same
+            self._judge(last)  # before the counts change: they may be the same
         self._follow(plan)
 
-    @property
-    def follows_plan(self) -> bool:
-        return self.plan is not None
-
-    @property
-    def retained(self) -> frozenset[int]:
-        return frozenset() if self.plan is None else self.plan.retained
-
     def _change_plan(self) -> None:
-        self._follow(self._plan_of(self.follower.trace, raises=False))
+        self._follow(self._plan_of(self.follower.trace))
 
     def action(self, value: int, held_bytes: int) -> Action | None:
         if self.plan is not None:
@@ -128,7 +160,7 @@ class BudgetDecider(Decider):
         self._actions = {} if plan is None else {save.value: save.action for save in plan.saves}
         self._set_limit()
 
-    def _plan_of(self, trace: Trace | None, *, raises: bool, is_entry: bool = False) -> Plan | None:
+    def _plan_of(self, trace: Trace | None, *, is_entry: bool = False) -> Plan | None:
         options = self._options
         if trace is None or trace.ops is None:
             return None
@@ -153,12 +185,12 @@ class BudgetDecider(Decider):
                     return least
                 if smallest is not None and smallest < error.smallest_bytes:
                     error = infeasible(budget_bytes, smallest)
-            if raises:
+            if options.strict and is_entry:
                 raise error from None
             self._warn_of_budget(str(error))
             return least
 
-    def _judge(self, last: Counts, *, raises: bool) -> None:
+    def _judge(self, last: Counts) -> None:
         is_to_be_judged, last.is_to_be_judged = last.is_to_be_judged, False
         if not (is_to_be_judged and last.exceeds_budget and last.budget == self._options.budget):
             return
@@ -167,7 +199,7 @@ class BudgetDecider(Decider):
             f"{format_bytes(last.peak_bytes)}, and no op of it makes more than {format_bytes(last.largest_bytes)}"
             f"{tell_kept(last.opless_bytes)}"
         )
-        if raises:
+        if self._options.strict:
             raise BudgetInfeasible(message, last.peak_bytes)
         self._warn_of_budget(message)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from memkit.activations.saved.traces import NO_VALUE
 from memkit.core import torch_private
 from memkit.core.calls import Code
 from memkit.core.compiled import (
@@ -139,18 +140,15 @@ class CompiledCalls:
         for tensor in written:
             value = recording.find(tensor.untyped_storage())
             recording.note_effect(tensor, -1 if value is None else value)
-            if value is not None:
-                root = recording.roots.get(value)
-                recording.lose(value)
-                recording.add_written([tensor], [root is None or root.is_inside], _WHY_KEPT)
+            recording.lose(tensor, _WHY_KEPT)
         recording.add_roots([tensor for tensor in torch_private.tree_leaves(results) if _is_plain(tensor)])
 
     # What it saves
 
-    def has_made(self, storage: torch.UntypedStorage) -> bool:
-        return self._given is not None and torch_private.storage_address(storage) not in self._given
-
-    def add_made(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
+    def add_unseen(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
+        """Return a number for a value that no recorded op has made or read; `NO_VALUE` if it existed before the forward."""
+        if self._given is None or torch_private.storage_address(storage) in self._given:
+            return NO_VALUE
         recording = self._recorder.recording
         value = recording.add_root(tensor, storage, is_inside=True)
         recording.why_kept[value] = _WHY_KEPT

@@ -20,7 +20,7 @@ from memkit.core import torch_private
 from memkit.core.sequentials import SequentialSpan
 from memkit.core.torch_state import has_gathered
 from memkit.device import default_generator
-from memkit.recording.recording import change_settings, setting_getters
+from memkit.recording.recording import Setting, change_settings, setting_getters
 
 
 class NoRegion(Exception):  # noqa: N818  # it is no error
@@ -44,21 +44,26 @@ class ReadOnly:
     facts: tuple[tuple[Any, ...], ...]
     attributes: tuple[Any, ...]
     objects: tuple[weakref.ref[Any] | None, ...]
-    small: tuple[int, ...]
+    small: frozenset[int]
     """Indices of buffers with at most `_MOST_CLONED_BYTES`."""
 
 
 Surroundings = tuple[Any, ...]
 """A thread's autocast state, followed by the process-wide settings."""
 
-_NUM_AUTOCAST = 5
+_AUTOCAST: tuple[Setting, ...] = (
+    (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    (partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
+    (partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")),
+    (partial(torch.get_autocast_dtype, "cuda"), partial(torch.set_autocast_dtype, "cuda")),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+)
 _NESTING = partial(torch.autocast_increment_nesting), partial(torch.autocast_decrement_nesting)
 
 
 @functools.cache
 def _getters() -> tuple[partial[Any], ...]:
-    autocast = [partial(get, kind) for kind in ("cpu", "cuda") for get in (torch.is_autocast_enabled, torch.get_autocast_dtype)]
-    return (*autocast, partial(torch.is_autocast_cache_enabled), *setting_getters())
+    return (*(partial(get) for get, _ in _AUTOCAST), *setting_getters())
 
 
 def current_surroundings() -> Surroundings:
@@ -66,16 +71,10 @@ def current_surroundings() -> Surroundings:
 
 
 def set_surroundings(wanted: Surroundings) -> None:
-    found = current_surroundings()
-    if found[:_NUM_AUTOCAST] != wanted[:_NUM_AUTOCAST]:
-        torch.set_autocast_enabled("cpu", wanted[0])
-        torch.set_autocast_dtype("cpu", wanted[1])
-        torch.set_autocast_enabled("cuda", wanted[2])
-        torch.set_autocast_dtype("cuda", wanted[3])
-        torch.set_autocast_cache_enabled(wanted[4])
-        if list(map(partial.__call__, _NESTING))[-1] == 0:  # as `torch.autocast` does when the outermost one is left
-            torch.clear_autocast_cache()
-    change_settings(found[_NUM_AUTOCAST:], wanted[_NUM_AUTOCAST:])
+    found, num_autocast = current_surroundings(), len(_AUTOCAST)
+    change_settings(found, wanted, _AUTOCAST)
+    if found[:num_autocast] != wanted[:num_autocast] and list(map(partial.__call__, _NESTING))[-1] == 0:
+        torch.clear_autocast_cache()  # as `torch.autocast` does when the outermost one is left
 
 
 GeneratorState = tuple[torch.Generator, Any]
@@ -158,8 +157,8 @@ class Noted:
     versions: tuple[int, ...]
     clones: dict[int, Tensor]
     is_known: bool
-    small: dict[int, Tensor]
-    """Clones of small buffers that the forward is expected only to read, in case it writes to them."""
+    small: frozenset[int]
+    """Small buffers that the forward is expected only to read, cloned in case it writes to them."""
     written: frozenset[int]
     lost: int
     """A buffer that the forward has written to and that was not cloned; -1 if there is none."""
@@ -218,7 +217,7 @@ class ModuleState:
         by_id = dict(zip(self.ids, all_parameters, strict=True))
         self.parameters = tuple([own for own in by_id.values() if own is not None])
         strided = [] if self.is_gathered else [own for own in self.parameters if own.layout is torch.strided]
-        self.with_data = tuple([own for own in strided if type(own) is _Parameter or _has_data(own)])
+        self.with_data = tuple([own for own in strided if type(own) is _Parameter or not hasattr(own, "__tensor_flatten__")])
         self.parameter_facts: tuple[partial[Any], ...] = (
             partial(map, torch_private.version_of, self.parameters),
             partial(map, Tensor.data_ptr, self.with_data),
@@ -257,18 +256,14 @@ class ModuleState:
         noted.versions, noted.written, noted.lost = _versions_of(noted.buffers), frozenset(), -1
         noted.is_known = noted.flags in self._written or self._is_as_learned(noted)
         last = self._learned.last
-        small = last.small if noted.is_known and last is not None else ()
-        places = self._may_write(noted.flags) if noted.is_known else range(len(self.places))
-        noted.clones, noted.small = {}, {}
-        if places or small:
+        may_write = self._may_write(noted.flags)
+        noted.small = last.small - may_write if noted.is_known and last is not None else frozenset()
+        places = may_write | noted.small if noted.is_known else range(len(self.places))
+        noted.clones = {}
+        if places:
             with torch.no_grad(), torch_private.without_python_dispatch():
-                noted.clones = self._clones(noted, places)
-                noted.small = self._clones(noted, small)
-
-    @staticmethod
-    def _clones(noted: Noted, places: Iterable[int]) -> dict[int, Tensor]:
-        found = ((place, noted.buffers[place]) for place in places)
-        return {place: buffer.clone() for place, buffer in found if buffer is not None}
+                found = ((place, noted.buffers[place]) for place in places)
+                noted.clones = {place: buffer.clone() for place, buffer in found if buffer is not None}
 
     def _facts(self, noted: Noted) -> tuple[tuple[Any, ...], ...]:
         return noted.flags, noted.versions, tuple(map(_name_in, self.attributes)), tuple(map(len, map(vars, self.parts)))
@@ -286,7 +281,7 @@ class ModuleState:
     def _learn(self, noted: Noted) -> ReadOnly:
         objects = [None if found is None else weakref.ref(found) for found in (*self.parts, *noted.buffers)]
         sizes_bytes = {place: clone.untyped_storage().nbytes() for place, clone in noted.clones.items()}
-        small = tuple(place for place, num_bytes in sizes_bytes.items() if num_bytes <= _MOST_CLONED_BYTES)
+        small = frozenset(place for place, num_bytes in sizes_bytes.items() if num_bytes <= _MOST_CLONED_BYTES)
         return ReadOnly(self._facts(noted), noted.attributes, tuple(objects), small)
 
     def _may_write(self, flags: tuple[bool, ...]) -> frozenset[int]:
@@ -294,7 +289,8 @@ class ModuleState:
 
     def note_written(self, noted: Noted) -> None:
         now, found = tuple([buffers.get(name) for buffers, name in self.places]), _versions_of(noted.buffers)
-        if noted.is_known and not noted.clones and found == noted.versions and all(map(is_, now, noted.buffers)):
+        is_read = noted.is_known and noted.small.issuperset(noted.clones)
+        if is_read and found == noted.versions and all(map(is_, now, noted.buffers)):
             return
         written = {
             place
@@ -306,13 +302,12 @@ class ModuleState:
                 written |= {place for place, clone in noted.clones.items() if not _are_same(clone, noted.buffers[place])}
             self._learned.last = None if written else self._learn(noted)
         else:
-            noted.clones |= noted.small
             self._learned.last = None
         written |= self._may_write(noted.flags)
         noted.lost = next(
             (place for place in written if found[place] != noted.versions[place] and place not in noted.clones), -1
         )
-        noted.clones = {place: clone for place, clone in noted.clones.items() if place in written}
+        noted.clones = {place: clone for place, clone in noted.clones.items() if place in written or place in noted.small}
         noted.versions = _versions_of(now)
         noted.written = self._written[noted.flags] = frozenset(written)
 
@@ -344,7 +339,7 @@ class ModuleState:
         """Return the buffers to replace for a recompute: the dict that each is in, its name, the buffer, and the tensor to put
         there. Those of `Noted.statistics` come first."""
         found: list[tuple[dict[str, Tensor | None], str, Tensor | None, Tensor | None]] = []
-        copies = noted.statistics or (self.places and (noted.written or noted.small))
+        copies = noted.statistics or (self.places and (noted.written or noted.clones))
         with torch.no_grad() if copies else nullcontext():
             for buffers, name, _, _, clone in noted.statistics:
                 found.append((buffers, name, buffers.get(name), clone.clone()))
@@ -352,10 +347,9 @@ class ModuleState:
                 if noted.flags[index]:
                     found += [(buffers, name, own, self._scratch_for(buffers, name, own)) for name, own in buffers.items()]
             if self.places:
-                read = noted.small.keys() - noted.written
-                for place in (*noted.written, *read):
+                for place in noted.written | noted.clones.keys():
                     buffers, name = self.places[place]
-                    copy = noted.small[place] if place in read else noted.clones.get(place)
+                    copy = noted.clones.get(place)
                     before = noted.buffers[place] if copy is None else copy.clone()
                     found.append((buffers, name, buffers.get(name), before))
         return found
@@ -403,10 +397,6 @@ def parts_of(module: nn.Module) -> tuple[nn.Module, ...]:
                 found[part] = None
             waiting += reversed(torch_private.children_of(part).values())
     return tuple(found)
-
-
-def _has_data(parameter: nn.Parameter) -> bool:
-    return not hasattr(parameter, "__tensor_flatten__")
 
 
 def _versions_of(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:

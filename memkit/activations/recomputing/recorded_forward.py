@@ -22,7 +22,7 @@ from memkit.core.kept import KeptHandle
 from memkit.core.sizes import format_mib
 from memkit.core.tensors import counted_by
 from memkit.device.base import Stream
-from memkit.errors import ReplayMismatchError, note_on
+from memkit.errors import note_on
 from memkit.plan import NO_OP, Action, DTRScore, Walk, ends_of
 from memkit.recording.recording import Recording, rewritten_bytes
 from memkit.recording.replay import Replay
@@ -58,7 +58,7 @@ class RecordedForward(NumberedSaves):
         """For the contents of each offered tensor: the tensor with its version counter, and the value."""
         self._dropped = set[int]()
         self._replay = Replay(recording)
-        self._anchors = recording.holder = Anchors(window)
+        self._anchors = recording.anchors = Anchors(window)
         self._sources = Sources(recording, self, self._anchors)
         self._saved_at: dict[int, int] = {}
         self._streams: dict[Stream, None] = {}
@@ -152,12 +152,7 @@ class RecordedForward(NumberedSaves):
             return
         if self.task != task:
             self._begin_backward(task)
-        self._note_use(record.value, node)
-
-    def note_last_use(self, record: Record) -> None:
-        self.walk.evictable.pop(record.value, None)
-
-    def _note_use(self, value: int, node: int) -> None:
+        value = record.value
         self.walk.note_request(value, node)
         self.uses.append(value)
         self.use_nodes.append(node)
@@ -168,6 +163,9 @@ class RecordedForward(NumberedSaves):
             self._anchors.release(self._anchors.last)  # no backward will ask for values made from it
         place = next((place for place in self._places.get(value, ()) if place >= self._now), None)
         self._now = self._now + 1 if place is None else place + 1
+
+    def note_last_use(self, record: Record) -> None:
+        self.walk.evictable.pop(record.value, None)
 
     def end_backward(self) -> None:
         pass
@@ -279,13 +277,7 @@ class RecordedForward(NumberedSaves):
     def keep(self, value: int) -> None:
         record = self.record_of(value)
         assert record is not None
-        storage = self._replay.made.pop(value)
-        if storage.nbytes() != record.num_bytes:
-            raise ReplayMismatchError(
-                f"a saved tensor had {record.num_bytes} bytes, and recomputed it has {storage.nbytes()} "
-                f"({self._replay.name_of(value)})"
-            )
-        self.ledger.restore(record, storage)
+        self.ledger.restore(record, self._replay.made.pop(value))
 
     def forget(self, value: int) -> None:
         self._replay.made.pop(value, None)

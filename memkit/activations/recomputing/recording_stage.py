@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memkit.activations.recomputing.budget import NO_BUDGET, BudgetDecider, RematOptions
+from memkit.activations.recomputing.budget import NO_BUDGET, BudgetDecider, Decider, RematOptions
 from memkit.activations.recomputing.compiled_calls import CompiledCalls
-from memkit.activations.recomputing.decider import Decider
 from memkit.activations.recomputing.recorded_forward import RecordedForward
-from memkit.activations.recomputing.settling import bytes_with_regions, settle
+from memkit.activations.recomputing.region_plan import bytes_with_regions, settle
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Stage, all_too_small, handing_on, is_within, moving_in
 from memkit.activations.saved.records import Handle
@@ -49,7 +48,7 @@ _get_storage = Tensor.untyped_storage
 
 class RecordingStage(Stage):
     """Records the ops of a forward, and drops recomputable tensors. Others go to the next stage, which may move them, or to the
-    innermost hooks outside. If it `settles`, later steps need not be recorded once they are known."""
+    innermost hooks outside. Later steps need not be recorded once they are known."""
 
     moves = False
 
@@ -60,7 +59,6 @@ class RecordingStage(Stage):
         *,
         moving: Stage | None = None,
         outer: SavedTensorHooks | None = None,
-        settles: bool = False,
     ) -> None:
         self._state, self._lock = state, state.lock
         self._options = options
@@ -70,15 +68,14 @@ class RecordingStage(Stage):
         self._moving, self._hand_on = moving, handing_on(moving, outer)
         self._hand_on_unchecked = handing_on(moving, outer, is_checked=False)
         self._has_outer = moving is not None or outer is not None
-        self._settles = settles
+        self._settles = options.may_settle
         self._needs_plan = options.may_settle and not options.keeps_all
         self._small_bytes: dict[int, int] | None = {} if state.looks_for_large and options.may_drop else None
         self.counts = Counts(trial=state.trial)
         state.know(options.kinds)
-        self._forward = self._open_forward(raises=options.strict)
+        self._forward = self._open_forward()
         decider = self._decider
-        plan = decider.plan if isinstance(decider, BudgetDecider) else None
-        may_keep_all = self._needs_plan and plan is not None and not plan.dropped
+        may_keep_all = self._needs_plan and decider.plan is not None and not decider.plan.dropped
         self._sizes = SizesSeen(options.min_bytes) if may_keep_all else None
         self.recorder = self._make_recorder()
         trace, number = decider.follower.trace, state.num_iterations
@@ -121,19 +118,18 @@ class RecordingStage(Stage):
             return
         with self._lock:
             self._end_forward(learn=not has_failed)
-            decider = self._decider
-            if not has_failed and self._settles and isinstance(decider, BudgetDecider):
-                settle(self._state, self._options, decider, self._sizes, self._forward.recording.is_timed)
+            if not has_failed and self._settles:
+                settle(self._state, self._options, self._decider, self._sizes, self._forward.recording.is_timed)
         self._is_over = True
         del self._forward, self._decider, self.recorder  # they hold the recording, and this
 
     # One forward
 
-    def _open_forward(self, *, raises: bool) -> RecordedForward:
+    def _open_forward(self) -> RecordedForward:
         state, options = self._state, self._options
         state.sweep()
         state.read_times()
-        self._decider = decider = self._decide(raises=raises)
+        self._decider = decider = self._decide()
         self._note_plan()
         trace, device = decider.follower.trace, self._device or CpuDevice()
         recording = Recording(
@@ -146,12 +142,9 @@ class RecordingStage(Stage):
         )
         return self._make_forward(recording, state.window(device))
 
-    def _decide(self, *, raises: bool) -> Decider:
-        state, options = self._state, self._options
-        with_regions = functools.partial(bytes_with_regions, state, options) if self._settles else None
-        return BudgetDecider(
-            options, state.traces, self.counts, state.counts, state.warn_once, raises=raises, with_regions=with_regions
-        )
+    def _decide(self) -> Decider:
+        with_regions = functools.partial(bytes_with_regions, self._state, self._options) if self._settles else None
+        return BudgetDecider(self._state, self._options, self.counts, with_regions)
 
     def _make_forward(self, recording: Recording, window: OffloadWindow) -> RecordedForward:
         return RecordedForward(recording, window, self._options.score, self._decider.limit_bytes, self.counts)
@@ -162,8 +155,7 @@ class RecordingStage(Stage):
         return Recorder(self._forward.recording, self._options.kinds, default_generator, self._state.costs.estimate_s)
 
     def _note_plan(self) -> None:
-        state, decider = self._state, self._decider
-        plan = decider.plan if isinstance(decider, BudgetDecider) else None
+        state, plan = self._state, self._decider.plan
         if plan is not None and plan is not state.plan:
             _LOGGER.debug('Rematerialize (tag "%s"): %s', state.tag, plan)
             state.plan = plan
@@ -198,7 +190,7 @@ class RecordingStage(Stage):
     def _turn(self) -> RecordedForward:
         self._end_forward(learn=True)
         self._settles = self._settles and not self._needs_plan  # a plan is for a single forward
-        self._forward = self._open_forward(raises=self._options.strict)
+        self._forward = self._open_forward()
         self.recorder.follow(self._forward.recording)
         self._trail.follow(self._forward.recording)
         return self._forward
@@ -246,7 +238,7 @@ class RecordingStage(Stage):
             self._sizes.note(tensor, storage)
         recording = forward.recording
         found = recording.current.get(torch_private.storage_address(storage))
-        value = found[1] if found is not None and found[0]() is storage else self._add_unseen(tensor, storage)
+        value = found[1] if found is not None and found[0]() is storage else self._compiled.add_unseen(tensor, storage)
         if value == NO_VALUE:
             return self._hand_on(tensor)  # it existed before
         num_bytes, root = storage.nbytes(), recording.roots.get(value)
@@ -311,10 +303,6 @@ class RecordingStage(Stage):
         forward.walk.note_peak()
         forward.end_save(node)
         return handle
-
-    def _add_unseen(self, tensor: Tensor, storage: torch.UntypedStorage) -> int:
-        """Return a number for a value that no recorded op has made or read; `NO_VALUE` if it existed before the forward."""
-        return self._compiled.add_made(tensor, storage) if self._compiled.has_made(storage) else NO_VALUE
 
     def _note_save(self, forward: RecordedForward, value: int, num_bytes: int, node: int) -> None:
         forward.note_save(value, node)
@@ -397,13 +385,12 @@ def open_recording(
     *,
     moving: Stage | None = None,
     outer: SavedTensorHooks | None = None,
-    settles: bool = False,
 ) -> RecordingStage:
     is_inner = moving is not None or is_within(tag)
     moving = moving or moving_in(outer)
     state = remat_states.open(tag)
     with state.lock:
-        stage = RecordingStage(state, options, moving=moving, outer=outer, settles=settles)
+        stage = RecordingStage(state, options, moving=moving, outer=outer)
         state.num_iterations += 1
         state.num_inner += is_inner
         state.counts, state.is_recorded, state.settled = stage.counts, True, None

@@ -77,10 +77,6 @@ def is_on_stack(frame: FrameType | None, start: FrameType | None) -> bool:
     return start is not None
 
 
-def is_going_on(frame: FrameType) -> bool:
-    return any(is_on_stack(frame, start) for start in sys._current_frames().values())
-
-
 class Inputs:
     """The arguments of a module call: handles for tensors, and containers that are rebuilt for each recompute; `NoRegion` if a
     forward may change an argument of this kind."""
@@ -181,7 +177,9 @@ class Recompute:
             )
         except KeyError as error:
             raise call.region.error(AS_IT_WAS, f"that its attribute {error} was deleted", CHANGE_LATER) from None
-        self._nesting = _Nesting(call) if call.inner else None
+        thread = call.region.thread
+        self._nested = (HookSet(), thread, thread.is_in, thread.numbers, len(thread.calls)) if call.inner else None
+        """With it, calls in the recompute are regions as in the forward, even after the context was left."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
         number = self.num_saved
@@ -213,8 +211,10 @@ class Recompute:
         call, is_back = self._call, False
         try:
             try:
-                if self._nesting is not None:
-                    self._nesting.begin()
+                if self._nested is not None:
+                    hooks, thread, *_ = self._nested
+                    thread.is_in, thread.numbers = True, dict(call.inner)
+                    watch(call.inner, hooks)
                 torch_private.push_saved_tensor_hooks(self, unpack_recomputed)
                 if not self._grad:
                     torch.set_grad_enabled(True)
@@ -245,8 +245,11 @@ class Recompute:
         return self.num_saved > self._last
 
     def _put_back(self) -> None:
-        if self._nesting is not None:
-            self._nesting.end()
+        if self._nested is not None:
+            hooks, thread, is_in, numbers, num_calls = self._nested
+            hooks.remove()
+            thread.is_in, thread.numbers = is_in, numbers
+            end_after(thread.calls, num_calls)
         top = torch_private.top_saved_tensor_hooks(True)
         if top is not None and top[0] is self:
             torch_private.pop_saved_tensor_hooks()
@@ -361,7 +364,9 @@ class RegionCall:
 
     def _hand_on(self, tensor: Tensor) -> KeptHandle:
         """Remove the hooks of a call that an interrupt has ended, and give the tensor to the hooks outside."""
-        self.region.end_left(self)
+        calls = self.region.thread.calls
+        if self in calls:
+            end_after(calls, calls.index(self))
         take_off(self)
         outer = torch_private.top_saved_tensor_hooks(True)
         return KeptHandle(tensor) if outer is None else ForwardedHandle(tensor, *outer, is_checked=True)
@@ -370,7 +375,8 @@ class RegionCall:
         """Run the forward again, and give the placeholders their tensors. The lock is held. It raises if an input, a parameter
         or a buffer was changed since, or if the forward has saved other tensors."""
         region = self.region
-        if self.is_broken or (self.frame is not None and not is_going_on(self.frame)):
+        running = () if self.frame is None else sys._current_frames().values()
+        if self.is_broken or (self.frame is not None and not any(is_on_stack(self.frame, start) for start in running)):
             raise region.error("a forward that has come to its end", "one that was interrupted", "Run the forward again")
         state = region.state
         if (
@@ -398,10 +404,11 @@ class RegionCall:
         except BaseException:
             recompute.forget()
             raise
-        if region.counts is not None:
-            region.counts.num_replays += 1
-            if region.counts.trial is not None:
-                region.counts.trial.begin_backward()
+        counts = region.thread.counts
+        if counts is not None:
+            counts.num_replays += 1
+            if counts.trial is not None:
+                counts.trial.begin_backward()
 
 
 def unpack(place: Placeholder | KeptHandle) -> Tensor:
@@ -423,11 +430,16 @@ def unpack(place: Placeholder | KeptHandle) -> Tensor:
 class RegionSpec:
     calls: frozenset[int] | None = None
     """Numbers from 0 on in one `with` block; None for all. Calls without grad or in a checkpoint don't count."""
+    num_calls: int = 0
+    """How often a planned step calls it, recomputed or not."""
     learned: LearnedReads = field(default_factory=LearnedReads)
 
 
 class RegionsThread(threading.local):
-    def __init__(self) -> None:
+    """What a thread knows of a context's regions: its own calls, and the three objects that all threads share."""
+
+    def __init__(self, keep: Callable[[Tensor], KeptHandle], counts: Counts | None, not_taken: dict[nn.Module, str]) -> None:
+        self.keep, self.counts, self.not_taken = keep, counts, not_taken
         self.is_in = False
         self.outer: object = None
         self.numbers: dict[RegionModule, int] = {}
@@ -438,22 +450,13 @@ class RegionsThread(threading.local):
         self.running: set[RegionModule] = set()
 
 
-@dataclass(frozen=True, slots=True)
-class RegionsCommon:
-    thread: RegionsThread
-    keep: Callable[[Tensor], KeptHandle]
-    counts: Counts | None
-    not_taken: dict[nn.Module, str]
-
-
 class RegionModule:
-    def __init__(self, module: nn.Module, spec: RegionSpec, common: RegionsCommon, forward: SpannedForward | None) -> None:
+    def __init__(self, module: nn.Module, spec: RegionSpec, thread: RegionsThread, forward: SpannedForward | None) -> None:
         self.module, self.forward = module, forward
         self.code = code_of(module)
         """The code of a compiled module: it saves other tensors than the module's forward."""
         self.state = ModuleState(module, spec.learned)
-        self.counts, self.thread = common.counts, common.thread
-        self._calls, self._common = spec.calls, common
+        self.thread, self._calls = thread, spec.calls
         self.is_sharded = is_sharded_by_fsdp2(module)
         """FSDP2's hooks gather its parameters: the call then begins and ends within these hooks."""
         self._look_for_devices()
@@ -515,7 +518,7 @@ class RegionModule:
         has_modes = torch_private.num_dispatch_modes() > 0
         if has_modes and is_traced():
             return
-        keep = self._common.keep
+        keep = thread.keep
         try:
             if top is None or top[0] is thread.outer:
                 top = None
@@ -528,7 +531,7 @@ class RegionModule:
                     inputs = Inputs(args, kwargs, keep)
             call = RegionCall(self, frame, inputs, self._devices)
         except NoRegion as why:
-            self._common.not_taken[self.module] = str(why)
+            thread.not_taken[self.module] = str(why)
             return
         call.below = None if top is None else top[0]
         calls.append(call)
@@ -551,36 +554,14 @@ class RegionModule:
                 take_off(call)
             call.frame = None
             calls.pop()
-            if self.counts is not None and torch_private.backward_task() == -1:
-                self.counts.num_dropped += len(call.places)
-
-    def end_left(self, call: RegionCall) -> None:
-        calls = self.thread.calls
-        if call in calls:
-            end_after(calls, calls.index(call))
+            counts = self.thread.counts
+            if counts is not None and torch_private.backward_task() == -1:
+                counts.num_dropped += len(call.places)
 
     def error(self, need: str, found: str, do: str) -> ReplayMismatchError:
-        if self.counts is not None:
-            self.counts.has_mismatch = True
+        if self.thread.counts is not None:
+            self.thread.counts.has_mismatch = True
         return ReplayMismatchError(f"a {kind_of(self.module)} that is recomputed as a whole needs {need}; found {found}. {do}")
-
-
-class _Nesting:
-    """Makes calls in a recompute be regions, as in the forward, even after the context was left."""
-
-    def __init__(self, call: RegionCall) -> None:
-        self._thread, self._inner = call.region.thread, call.inner
-        self._hooks = HookSet()
-        self._before = self._thread.is_in, self._thread.numbers, len(self._thread.calls)
-
-    def begin(self) -> None:
-        self._thread.is_in, self._thread.numbers = True, dict(self._inner)
-        watch(self._inner, self._hooks)
-
-    def end(self) -> None:
-        self._hooks.remove()
-        self._thread.is_in, self._thread.numbers, num_calls = self._before
-        end_after(self._thread.calls, num_calls)
 
 
 def watch(regions: Iterable[RegionModule], hooks: HookSet) -> None:

@@ -1,4 +1,5 @@
-"""Chooses, from a recorded step, the module calls that are recomputed as regions in the next steps, if that takes less time."""
+"""Chooses, from a recorded step, the module calls that are recomputed as regions in the next steps, if that takes less time.
+Decides when steps need not be recorded any more."""
 
 from __future__ import annotations
 
@@ -10,14 +11,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from memkit.activations.recomputing.module_state import LearnedReads
+from memkit.activations.recomputing.budget import Decider, RematOptions
+from memkit.activations.recomputing.region_calls import RegionSpec
 from memkit.activations.recomputing.regions import why_not_region
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.settled import TimedWays
-from memkit.activations.saved.traces import OpTrace
+from memkit.activations.saved.settled import Settled, SizesSeen, TimedWays, Way
+from memkit.activations.saved.state import RematState
+from memkit.activations.saved.traces import OpTrace, Trace
 from memkit.core.sequentials import SpanReference
-from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, PlannedValue, RegionChoice, RegionNeeds, RegionPlanner
+from memkit.errors import BudgetInfeasible
+from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, RegionChoice, RegionNeeds, RegionPlanner
 from memkit.recording.cost import host_costs
+
+_NUM_RECORDED = 3
+"""At least this many steps are recorded: the seconds of each op are known from the third."""
+_MOST_DEVIATIONS = 3
+"""If this many steps had other regions than planned, all later steps of the model are recorded."""
 
 Reference = weakref.ref[nn.Module] | SpanReference
 """Returns a module as long as it is alive, without holding it."""
@@ -25,9 +34,7 @@ Reference = weakref.ref[nn.Module] | SpanReference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionPlan:
-    calls: Mapping[Reference, frozenset[int]]
-    num_calls: Mapping[Reference, int]
-    learned: Mapping[Reference, LearnedReads]
+    specs: Mapping[Reference, RegionSpec]
     shapes: tuple[tuple[int, ...], ...]
     num_regions: int
     num_ops: int
@@ -81,13 +88,10 @@ def plan_regions(
     for call, reference in zip(calls, references, strict=True):
         if reference() is not None and reference in num_calls:
             num_calls[reference] = max(num_calls[reference], call.number + 1)
-    shapes = tuple(shape for index in choice.chosen for shape in calls[index].shapes)
-    plan = _plan_of(planner, choice, trace, budget_bytes)
+    plan = _plan_of(planner, choice, of_ops, budget_bytes)
     return RegionPlan(
-        calls=chosen,
-        num_calls=num_calls,
-        learned={module: LearnedReads() for module in chosen},
-        shapes=shapes,
+        specs={found: RegionSpec(calls=numbers, num_calls=num_calls[found]) for found, numbers in chosen.items()},
+        shapes=tuple(shape for index in choice.chosen for shape in calls[index].shapes),
         num_regions=len(choice.chosen),
         num_ops=num_ops,
         num_dropped=len(plan.dropped),
@@ -95,14 +99,6 @@ def plan_regions(
         plan=plan,
         trial=TimedWays(is_open=is_open),
     )
-
-
-def region_choices(trace: OpTrace, num_ops: int, torch_device: torch.device) -> list[RegionNeeds]:
-    """Return a step's needs with each choice of regions that `plan_regions` may make, the quickest first."""
-    calls, _ = _candidates(trace)
-    if all(call.why_not for call in calls):
-        return []
-    return RegionPlanner(trace.step, calls, host_costs(torch_device), num_ops=num_ops).choices()
 
 
 def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
@@ -117,7 +113,7 @@ def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
     places = list[int]()
     around: list[list[tuple[int, int]]] = [[] for _ in (*trace.calls, None)]  # of those in each call, and of the outermost
     may_be = (span for span in reversed(trace.spans) if span.reference.find() is not None)
-    waiting = [span for span in may_be if not any(why_not_of(child()) for child in span.children)]
+    waiting = [span for span in may_be if not any(why_not_of(child()) for child in span.reference.children)]
 
     def add(call: ModuleCall, reference: Reference, place: int, why: str) -> int:
         open_spans = around[call.parent]  # where each ends, and its place among all
@@ -142,29 +138,18 @@ def _seconds_of_ops(planner: RegionPlanner, costs: HostCosts, num_ops: int, plan
     return costs.step_s(planner.plain_device_s + plan.predicted_replay_s, planner.plain_host_s + recorded_s)
 
 
-def _plan_of(planner: RegionPlanner, choice: RegionChoice, trace: OpTrace, budget_bytes: int) -> Plan:
-    step, dropped = planner.step, planner.dropped(choice)
-    lineage, inside = step.lineage, dict[int, str]()
+def _plan_of(planner: RegionPlanner, choice: RegionChoice, of_ops: Plan, budget_bytes: int) -> Plan:
+    step, dropped, inside = planner.step, planner.dropped(choice), dict[int, str]()
     for index in choice.chosen:
         call = planner.calls[index]
         inside |= dict.fromkeys(step.saves[slice(*call.saves)], call.name)
     saves = []
-    for index, value in enumerate(dict.fromkeys(step.saves)):
-        op, module = trace.names.get(value, ("", ""))
-        drops = value in dropped
-        reason = f"{inside[value]} runs again" if drops else step.why_kept.get(value, "fits the budget")
-        saves.append(
-            PlannedValue(
-                index=index,
-                value=value,
-                num_bytes=lineage.num_bytes[value],
-                action=Action.RECOMPUTE if drops else Action.KEEP,
-                op=op,
-                module=module,
-                cost_s=0.0 if lineage.maker[value] == NO_OP else lineage.seconds[lineage.maker[value]],
-                reason=reason,
-            )
-        )
+    for save in of_ops.saves:
+        maker = step.lineage.maker[save.value]
+        drops, cost_s = save.value in dropped, 0.0 if maker == NO_OP else step.lineage.seconds[maker]
+        action = Action.RECOMPUTE if drops else Action.KEEP
+        reason = f"{inside[save.value]} runs again" if drops else step.why_kept.get(save.value, "fits the budget")
+        saves.append(replace(save, action=action, cost_s=cost_s, reason=reason))
     return Plan(
         saves=tuple(saves),
         budget_bytes=budget_bytes,
@@ -173,3 +158,91 @@ def _plan_of(planner: RegionPlanner, choice: RegionChoice, trace: OpTrace, budge
         predicted_replay_s=choice.device_s,
         num_replayed_ops=sum(planner.calls[index].num_ops for index in choice.chosen),
     )
+
+
+# When steps are not recorded any more
+
+
+def settle(state: RematState, options: RematOptions, decider: Decider, sizes: SizesSeen | None, is_timed: bool) -> None:
+    """Decide whether the next steps drop nothing, have regions, or are recorded, after one was recorded to its end, perhaps
+    with each op timed by itself, which takes time."""
+    state.num_recorded += 1
+    state.settled = None
+    if state.num_recorded < _NUM_RECORDED or _has_wishes(state):
+        return
+    settled = functools.partial(Settled, options=options, budget_bytes=state.counts.budget_bytes)
+    if options.keeps_all:
+        state.settled = settled()
+        return
+    trace, plan = decider.follower.trace, decider.plan
+    if plan is None or trace is None or trace.ops is None or trace.ops.num_seen < _NUM_RECORDED:
+        return
+    keeps = plan.predicted_peak_bytes <= (plan.budget_bytes or 0)
+    if options.strict and keeps:
+        return  # strict must raise ahead: a deviation is only noticed after the step
+    if not state.counts.num_dropped and keeps:
+        if sizes is not None:  # else another plan was followed at first: the next step tells
+            state.settled = settled(sizes=sizes)
+    elif trace.ops.is_measured:
+        regions = _regions_of(state, trace, plan)
+        if regions is not None and not _lacks_ops(state, regions.trial, is_timed=is_timed):
+            state.settled = settled(regions=regions)
+
+
+def bytes_with_regions(state: RematState, options: RematOptions, trace: Trace, least: Plan) -> int | None:
+    """Return the bytes of steps like a trace with regions, as far as they are known, beside the plan of single ops with the
+    fewest bytes; None if there are to be no regions."""
+    regions = None if _has_wishes(state) else _regions_of(state, trace, least)
+    return None if regions is None else regions.plan.predicted_peak_bytes
+
+
+def choices_ahead(trace: Trace, torch_device: torch.device) -> list[RegionNeeds]:
+    """Return a step's needs with each choice of regions that `plan_regions` may make, the quickest first."""
+    if trace.ops is None or not trace.ops.is_measured or trace.has_marks:
+        return []
+    calls, _ = _candidates(trace.ops)
+    if all(call.why_not for call in calls):
+        return []
+    return RegionPlanner(trace.ops.step, calls, host_costs(torch_device), num_ops=len(trace.funcs)).choices()
+
+
+def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool:
+    """Have the next steps recompute regions, by a step recorded under another tag; return whether there are regions that keep
+    to the budget, which is one in bytes, or come closest to it."""
+    budget_bytes = options.budget
+    assert isinstance(budget_bytes, int)
+    if trace.ops is None or not trace.ops.is_measured:
+        return False
+    try:
+        of_ops = trace.ops.plan(budget_bytes, options.score)
+    except BudgetInfeasible:
+        of_ops = trace.ops.planner(options.score).least(budget_bytes)
+    regions = _regions_of(state, trace, of_ops, against_ops=False)
+    if regions is not None:
+        state.settled = Settled(options=options, budget_bytes=budget_bytes, regions=regions)
+    return regions is not None
+
+
+def _regions_of(state: RematState, trace: Trace, of_ops: Plan, *, against_ops: bool = True) -> RegionPlan | None:
+    if trace.ops is None or trace.has_marks or state.num_left >= _MOST_DEVIATIONS:
+        return None
+    device = state.costs.device
+    torch_device = torch.device("cpu") if device is None else device.torch_device
+    plan = functools.partial(plan_regions, trace.ops, len(trace.funcs), of_ops, torch_device, against_ops=against_ops)
+    return trace.ops.regions(of_ops, plan)
+
+
+def _lacks_ops(state: RematState, trial: TimedWays, *, is_timed: bool) -> bool:
+    """Tell whether the next step recomputes single ops: to time another one, or since they are faster."""
+    device = state.costs.device
+    if device is None or device.torch_device.type == "cpu":
+        return False  # it is certain by itself
+    state.trial = trial
+    if not is_timed:
+        trial.end_forward(Way.OPS)
+    return trial.lacks_ops or trial.prefers_ops()
+
+
+def _has_wishes(state: RematState) -> bool:
+    steps = [trace.ops.step for trace in state.traces if trace.ops is not None]
+    return any(step.dropped or step.moved for step in steps)

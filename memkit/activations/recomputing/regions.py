@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit.activations.recomputing.module_state import NORMS, UPDATED_UNREAD
-from memkit.activations.recomputing.region_calls import RegionModule, RegionsCommon, RegionSpec, RegionsThread, end_after, watch
+from memkit.activations.recomputing.region_calls import RegionModule, RegionSpec, RegionsThread, end_after, watch
 from memkit.activations.saved.counts import Counts
 from memkit.core import torch_private
 from memkit.core.compiled import is_compiled
@@ -53,9 +53,11 @@ def _why_not_inside(part: nn.Module, *, is_region: bool) -> str:
     if isinstance(part, torch.jit.ScriptModule):
         return "it is scripted, and what that saves depends on how often it has run"
     is_gathering = is_region and is_sharded_by_fsdp2(part)
-    if is_gathering:
-        if why := _why_not_sharded(part):
-            return why
+    if is_gathering:  # the part within its hooks is recomputed in its own backward, for which FSDP2 has gathered the parameters
+        if is_compiled(part):
+            return "its forward talks to other processes or devices, and is compiled"
+        if not is_there_in_backward(part):
+            return "FSDP2 does not gather it for its backward"
     elif is_sharded_by_fsdp(part) or isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "its forward talks to other processes or devices"
     if torch_private.GATHERED_MARK in vars(part) and not all(map(_is_plain, torch_private.parameters_of(part).values())):
@@ -70,16 +72,6 @@ def _why_not_inside(part: nn.Module, *, is_region: bool) -> str:
         if not _are_own(getattr(part, name), _AROUND_SHARDED if is_gathering else ()):
             is_streamed = any(_home_of(hook).startswith("memkit.weights") for hook in getattr(part, name).values())
             return "LayerOffload streams its weights" if is_streamed else "it has hooks, which would run twice, or not at all"
-    return ""
-
-
-def _why_not_sharded(module: nn.Module) -> str:
-    """Return why a module sharded by FSDP2 can't be a region. The part within its hooks is recomputed in its own backward, for
-    which FSDP2 has gathered the parameters."""
-    if is_compiled(module):
-        return "its forward talks to other processes or devices, and is compiled"
-    if not is_there_in_backward(module):
-        return "FSDP2 does not gather it for its backward"
     return ""
 
 
@@ -113,34 +105,36 @@ class Regions(Exclusive):
         counts: Counts | None = None,
     ) -> None:
         torch_private.require(torch_private.Feature.REMAT)
-        self._common = RegionsCommon(RegionsThread(), keep, counts, {})
+        self.not_taken: dict[nn.Module, str] = {}
+        self._numbers: dict[RegionModule, int] = {}
+        self._thread = RegionsThread(keep, counts, self.not_taken)
         forwards = spanned_forwards(chosen)
-        self._regions = [RegionModule(module, spec, self._common, forwards.get(module)) for module, spec in chosen.items()]
+        self._regions = [RegionModule(module, spec, self._thread, forwards.get(module)) for module, spec in chosen.items()]
         self._hooks = HookSet()
 
     @property
-    def not_taken(self) -> dict[nn.Module, str]:
-        return self._common.not_taken
-
-    @property
     def num_calls(self) -> dict[nn.Module, int]:
-        return {region.module: count for region, count in self._common.thread.numbers.items()}
+        """How often each was called in the last block."""
+        return {region.module: count for region, count in self._numbers.items()}
 
     @property
     def has_hooks(self) -> bool:
-        names = torch_private.MODULE_HOOKS
+        names, everywhere = torch_private.MODULE_HOOKS, vars(nn.modules.module)
         sharded = [region.module for region in self._regions if region.is_sharded]
-        return any(region.state.have_hooks(region.is_sharded) for region in self._regions) or not all(
-            _are_own(getattr(module, name), _AROUND_SHARDED) for module in sharded for name in names
+        are_own = all(_are_own(getattr(module, name), _AROUND_SHARDED) for module in sharded for name in names)
+        return (
+            any(everywhere[f"_global{name}"] for name in names)
+            or any(region.state.have_hooks(region.is_sharded) for region in self._regions)
+            or not are_own
         )
 
     def __enter__(self) -> Regions:
         self.claim("these regions are watched already: make a Regions for each context and each thread")
         self.is_entered = True
-        thread = self._common.thread
+        thread = self._thread
         try:
             top = torch_private.top_saved_tensor_hooks(True)
-            thread.outer, thread.is_in = None if top is None else top[0], True
+            thread.outer, thread.is_in, self._numbers = None if top is None else top[0], True, {}
             watch(self._regions, self._hooks)
         except BaseException:
             self.leave(has_failed=True)
@@ -148,8 +142,9 @@ class Regions(Exclusive):
         return self
 
     def end_block(self, *, has_failed: bool) -> None:
-        thread = self._common.thread
+        thread = self._thread
         self._hooks.remove()
         end_after(thread.calls, 0)
+        self._numbers = thread.numbers or self._numbers
         thread.is_in, thread.outer, thread.numbers = False, None, {}
         thread.counted.clear()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from memkit.activations.recomputing.budget import RematOptions
-from memkit.activations.recomputing.module_state import LearnedReads
 from memkit.activations.recomputing.region_calls import RegionSpec
 from memkit.activations.recomputing.regions import Regions, why_not_region
 from memkit.activations.saved.counts import Counts
@@ -50,15 +49,6 @@ class IdleStage(Stage):
     @property
     def pair(self) -> HookPair:
         return NO_PAIR
-
-    def begin(self) -> None:
-        pass
-
-    def take_off(self) -> None:
-        pass
-
-    def end(self, *, has_failed: bool) -> None:
-        pass
 
     def take(self, tensor: Tensor, action: Action | None = None) -> KeptHandle:
         return KeptHandle(tensor)
@@ -134,26 +124,18 @@ class RegionStage(_StageWithRegions):
     ) -> None:
         super().__init__(state, moving)
         assert settled.regions is not None
-        self._hand_on, self._settled = handing_on(None, outer), settled
+        self._hand_on, self._planned, self._specs = handing_on(None, outer), settled.regions, specs
         self._shapes, self._place = settled.regions.shapes, 0
         self._is_other = False
         self.counts = settled.regions.counts(settled.options.budget, settled.budget_bytes)
         self.counts.trial = settled.regions.trial
         self.regions = Regions(specs, keep=self._keep, counts=self.counts)
-        self._num_calls: dict[nn.Module, int] = {}
-
-    def take_off(self) -> None:
-        self._num_calls = self._num_calls or self.regions.num_calls
-        self.regions.__exit__(None, None, None)
 
     def end(self, *, has_failed: bool) -> None:
-        assert self._settled.regions is not None
-        planned = self._settled.regions
+        planned, not_taken = self._planned, self.regions.not_taken
         self.counts.num_dropped = planned.num_dropped  # only values that count
-        num_calls = {module: number for reference, number in planned.num_calls.items() if (module := reference()) is not None}
-        are_planned = self._place == len(self._shapes) and self._num_calls == num_calls
-        self._num_calls = {}
-        not_taken = self.regions.not_taken
+        num_calls = {module: spec.num_calls for module, spec in self._specs.items()}
+        are_planned = self._place == len(self._shapes) and self.regions.num_calls == num_calls
         if not_taken:
             self._state.choose_again()
         elif self._is_other or (not has_failed and not are_planned):
@@ -177,11 +159,6 @@ class RegionStage(_StageWithRegions):
         return self._hand_on(tensor)
 
 
-def all_have_hooks() -> bool:
-    everywhere = vars(nn.modules.module)
-    return any(everywhere[f"_global{name}"] for name in torch_private.MODULE_HOOKS)
-
-
 def open_steady(state: RematState | None, options: RematOptions, outer: SavedTensorHooks | None) -> IdleStage | None:
     """Return the stage of a context that is about to be entered and need not record; None if it must record."""
     if state is not None and state.trial is not None and state.costs.device is not None:
@@ -197,16 +174,13 @@ def open_steady(state: RematState | None, options: RematOptions, outer: SavedTen
         return None
     specs, planned = dict[nn.Module, RegionSpec](), settled.regions
     if planned is not None:
-        for reference, calls in planned.calls.items():
-            module = reference()
-            if module is not None:
-                specs[module] = RegionSpec(calls=calls, learned=planned.learned[reference])
-        if len(specs) < len(planned.calls):
+        specs = {module: spec for reference, spec in planned.specs.items() if (module := reference()) is not None}
+        if len(specs) < len(planned.specs):
             state.unsettle()
             return None
     moving = outer.owner.moving if outer is not None and isinstance(outer.owner, Entry) else None
     stage = None if planned is None else RegionStage(state, moving, outer, settled, specs)
-    if stage is not None and (all_have_hooks() or stage.regions.has_hooks):  # which may have been set since it was planned
+    if stage is not None and stage.regions.has_hooks:  # which may have been set since it was planned
         state.unsettle()
         return None
     with state.lock:
@@ -222,7 +196,7 @@ def open_steady(state: RematState | None, options: RematOptions, outer: SavedTen
         return WatchStage(state, moving, outer, settled, budget_bytes)
 
 
-Layers = dict[weakref.ref[nn.Module], LearnedReads]
+Layers = dict[weakref.ref[nn.Module], RegionSpec]
 _MOSTLY = 2 / 3
 """If this fraction of all saved bytes stays even so, ops are recorded in all steps, to keep to the budget."""
 _DIGITS = re.compile(r"\d+")
@@ -237,9 +211,8 @@ def open_layers(
         state.layers = _find(state, takes_less)
     if state.counts.has_mismatch:
         state.layers = {}
-    found = ((module, learned) for reference, learned in state.layers.items() if (module := reference()) is not None)
-    specs = {module: RegionSpec(learned=learned) for module, learned in found}
-    if not specs or all_have_hooks():
+    specs = {module: spec for reference, spec in state.layers.items() if (module := reference()) is not None}
+    if not specs:
         return None
     stage = LayerStage(state, outer, specs)
     if stage.regions.has_hooks:
@@ -259,7 +232,7 @@ def open_layers_again(state: RematState, options: RematOptions, outer: SavedTens
 
 def _find(state: RematState, takes_less: Callable[[Trace, RegionNeeds], bool]) -> Layers:
     """Find the layers that recorded steps have called, and tell the user."""
-    found, refused, why_not = dict[nn.Module, LearnedReads](), set[nn.Module | None](), ""
+    found, refused, why_not = dict[nn.Module, RegionSpec](), set[nn.Module | None](), ""
     for trace in state.traces:
         if trace.ops is None or not trace.ops.calls:
             continue
@@ -275,9 +248,9 @@ def _find(state: RematState, takes_less: Callable[[Trace, RegionNeeds], bool]) -
         roots = [module for call, module in zip(calls, modules, strict=True) if call.parent < 0 and module is not None]
         for name, module in (named for root in roots for named in root.named_modules()):  # also those that were not called
             if (_DIGITS.sub("*", name or type(module).__name__), type(module)) in kinds and not why_not_region(module):
-                found[module] = LearnedReads()
+                found[module] = RegionSpec()
         why_not = why_not or _why_not_around(calls, [calls[place] for place in chosen])
-    layers = {weakref.ref(module): learned for module, learned in found.items() if module not in refused}
+    layers = {weakref.ref(module): spec for module, spec in found.items() if module not in refused}
     if layers:
         names = Counter(type(module).__name__ for module in found if module not in refused)
         each = ", ".join(f"{count} {name}" for name, count in names.items())

@@ -105,16 +105,13 @@ class Stage(ABC):
         """The function for tensors that come from autograd itself, rather than a stage before this one."""
         return self.take
 
-    @abstractmethod
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027  # some stages have nothing to begin or to end
         """Called once the hooks are on."""
 
-    @abstractmethod
-    def take_off(self) -> None:
+    def take_off(self) -> None:  # noqa: B027
         """Undo the effects of `begin`; may be called again."""
 
-    @abstractmethod
-    def end(self, *, has_failed: bool) -> None:
+    def end(self, *, has_failed: bool) -> None:  # noqa: B027
         """Called when no more tensors come; again, if an interrupt broke it off."""
 
     @abstractmethod

@@ -27,7 +27,7 @@ from memkit.recording.recording import Recording
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memkit.activations.recomputing.decider import Decider
+    from memkit.activations.recomputing.budget import Decider
     from memkit.activations.recomputing.unrecorded import Layers
     from memkit.recording.module_calls import NotedCall
 
@@ -232,8 +232,8 @@ class RematState(TagState):
 
     def read_times(self) -> None:
         for trace, recording in self._timed:
-            self.costs.learn(recording.read_times())
-            call_times = recording.read_call_times()
+            taken_s, call_times = recording.read_times()
+            self.costs.learn(taken_s)
             if trace is None or trace.is_measured:
                 continue
             if call_times:

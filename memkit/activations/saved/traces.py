@@ -106,13 +106,10 @@ class OpTrace:
 
     def note_calls(self, noted: Sequence[NotedCall], recording: Recording) -> None:
         known_s = {(call.name, call.number): call.device_s for call in self.calls}
-        aftermath = Aftermath(recording, [call.given for call in noted])
-        alike = dict[int, list[NotedCall]]()
-        for call in noted:
-            alike.setdefault(id(call.module), []).append(call)
-        planned = (call.as_planned(recording, aftermath, alike) for call in noted)
+        aftermath = Aftermath(recording, noted)
+        planned = (call.as_planned(aftermath) for call in noted)
         calls = tuple(replace(call, device_s=known_s.get((call.name, call.number), 0.0)) for call in planned)
-        modules, spans = tuple(call.module for call in noted), span_calls(noted, recording, aftermath, alike)
+        modules, spans = tuple(call.module for call in noted), span_calls(noted, aftermath)
         self._regions.clear()
         self.calls, self.modules, self.spans = calls, modules, spans  # set together, so that they match after an interrupt
         self.num_noted += 1

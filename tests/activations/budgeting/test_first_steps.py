@@ -359,7 +359,7 @@ def test_value_that_all_layers_save_and_no_op_makes_again_is_planned_for(
 @pytest.mark.parametrize("number", range(6))
 def test_all_that_may_leave_does_where_a_replay_finds_no_room(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also once everything droppable was dropped."""
-    device, x, repeat = ReferenceDevice(), leaf_on(torch.device("cpu")), Replay._repeat
+    device, x, repeat = ReferenceDevice(), leaf_on(torch.device("cpu")), Replay.run
     refused, moved = iter([False] * number + [True] * 2), list[int]()
     taken: list[weakref.ref[Tensor]] = []
 
@@ -383,7 +383,7 @@ def test_all_that_may_leave_does_where_a_replay_finds_no_room(number: int, monke
         return [y.detach(), x.grad]
 
     plain = train(nullcontext())
-    monkeypatch.setattr(Replay, "_repeat", refuse)
+    monkeypatch.setattr(Replay, "run", refuse)
     found = train(memkit.MemoryBudget(f"{14 * UNIT_BYTES}B", "no room", min_bytes=UNIT_BYTES, device=device))
 
     assert_same_bits(found, plain)

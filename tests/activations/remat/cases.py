@@ -137,15 +137,11 @@ def custom_function_in_place(x: Tensor, w: Tensor) -> Tensor:
 # Layers with a state
 
 
-def batch_norm(x: Tensor, w: Tensor, momentum: float | None = 0.1, training: bool = True) -> Tensor:
-    norms = nn.ModuleList([nn.BatchNorm1d(32, momentum=momentum, device=x.device) for _ in range(2)])
+def batch_norm(x: Tensor, w: Tensor, training: bool = True) -> Tensor:
+    norms = nn.ModuleList([nn.BatchNorm1d(32, device=x.device) for _ in range(2)])
     for norm in norms.train(training):
         x = functional.relu_(norm(linear(x, w)))
     return x
-
-
-def batch_norm_without_momentum(x: Tensor, w: Tensor) -> Tensor:
-    return batch_norm(x, w, momentum=None)
 
 
 def batch_norm_in_evaluation(x: Tensor, w: Tensor) -> Tensor:
@@ -162,12 +158,6 @@ def long_short_term_memory(x: Tensor, w: Tensor) -> Tensor:
     network = nn.LSTM(8, 8, num_layers=2, bidirectional=True, device=x.device)
     y, (hidden, cell) = network(linear(x, w).view(4, 8, 8).sin())
     return y.exp().sum((0, 2)).sum() * hidden.sin().sum() + cell.exp()
-
-
-def gated_recurrent(x: Tensor, w: Tensor) -> Tensor:
-    torch.manual_seed(5)
-    network = nn.GRU(8, 8, num_layers=2, dropout=0.2, device=x.device)
-    return network(linear(x, w).view(4, 8, 8).sin())[0].exp()
 
 
 # Random numbers
@@ -371,11 +361,9 @@ MORE: dict[str, Computation] = {
         parts_that_count_their_writes_apart,
         custom_function_in_place,
         batch_norm,
-        batch_norm_without_momentum,
         batch_norm_in_evaluation,
         instance_norm,
         long_short_term_memory,
-        gated_recurrent,
         fused_dropout,
         random_numbers,
         own_generators,

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import functools
 import gc
-import random
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import memkit
-from memkit.activations.recomputing import region_plan, settling
+from memkit.activations.recomputing import region_plan
 from memkit.device import CpuDevice, Device
 from memkit.plan import remat as planner
-from memkit.recording.cost import OpCosts
-from memkit.recording.recorded import CostKey
-from memkit.recording.recording import Recording
 from tests.activations.conftest import open_test_device
 from tests.gpus import ON_GPU
 
@@ -68,23 +64,8 @@ def quick_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def dear_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have regions chosen wherever they fit, at any speed of this machine's ops and steps."""
-    monkeypatch.setattr(settling, "_lacks_ops", lambda *_, **__: False)
+    monkeypatch.setattr(region_plan, "_lacks_ops", lambda *_, **__: False)
     monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)
-
-
-@pytest.fixture
-def any_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give ops random times, so that anything may be dropped."""
-    drawn, read_times = random.Random(2), Recording.read_times
-
-    def any_times(recording: Recording) -> dict[CostKey, float]:
-        found = read_times(recording)
-        recording.sync()
-        recording.lineage.seconds[:] = [drawn.random() * 1e-4 for _ in recording.lineage.seconds]
-        return {key: drawn.random() * 1e-4 for key in found}
-
-    monkeypatch.setattr(Recording, "read_times", any_times)
-    monkeypatch.setattr(OpCosts, "estimate_s", lambda *_: drawn.random() * drawn.choice([0, 1e-6, 1e-5, 1e-3]))
 
 
 @pytest.fixture

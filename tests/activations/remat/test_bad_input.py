@@ -53,33 +53,6 @@ def test_budgets(budget: float | str, wanted: float) -> None:
     assert memkit.Rematerialize(budget).budget == wanted
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"distance": "far"}, 'distance must be "next_use" or "staleness"; found \'far\''),
-        ({"max_replays": 0}, "max_replays must be at least 1; found 0"),
-    ],
-)
-def test_score(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=f"DTRScore: {message}"):
-        memkit.plan.DTRScore(**options)
-
-
-def test_unknown_tags() -> None:
-    with pytest.raises(ValueError, match=r'found none under "unknown"\. Run a forward in a context with tag="unknown" first'):
-        memkit.stats("unknown")
-    with memkit.Rematerialize(0.5, "known"):
-        pass
-    with pytest.raises(ValueError, match="Pass one of 'known', or run"):
-        memkit.stats("unknown")
-    assert memkit.Rematerialize(1.0, "unknown").plan is None
-    assert memkit.Rematerialize(1.0, "known").plan is None
-    memkit.reset("known")
-    memkit.reset("unknown")
-    with pytest.raises(ValueError, match="Run a forward in a context with tag="):
-        memkit.stats("known")
-
-
 @pytest.mark.parametrize("name", ["keep", "recompute"])
 @pytest.mark.parametrize("thing", [None, 3, (torch.ones(2), torch.ones(2))])
 def test_words_are_about_tensors(name: str, thing: object) -> None:

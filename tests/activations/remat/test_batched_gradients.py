@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.functional import hessian, jacobian
+from torch.autograd.functional import hessian
 
 import memkit
 from memkit.device import CpuDevice, Device, default_generator
@@ -34,40 +34,12 @@ def batched_gradients(model: nn.Module, x: Tensor, context: Context) -> tuple[Te
     return torch.autograd.grad(y, [x, *model.parameters()], torch.eye(8, device=x.device), is_grads_batched=True)
 
 
-def batched_gradients_of_a_gradient(model: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, ...]:
-    with context:
-        y = model(x).sin().sum()
-    (slope,) = torch.autograd.grad(y, x, create_graph=True)
-    directions = torch.eye(32, device=x.device).view(32, 4, 8)
-    return torch.autograd.grad(slope, [x, model[0][0].weight], directions, is_grads_batched=True)
-
-
-def mapped_gradients(model: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, ...]:
-    with context:
-        y = model(x).sum(0)
-    return torch.func.vmap(lambda v: torch.autograd.grad(y, x, v)[0])(torch.eye(8, device=x.device)), y.detach()
-
-
-def vectorized_jacobian(model: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, ...]:
-    def forward(x: Tensor) -> Tensor:
-        with context:
-            return model(x).sum(0)
-
-    return (jacobian(forward, x, vectorize=True),)
-
-
 def vectorized_hessian(model: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, ...]:
     def forward(x: Tensor) -> Tensor:
         with context:
             return model(x).sin().sum()
 
     return (hessian(forward, x, vectorize=True),)
-
-
-def gradients_of_mapped_calls(model: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, ...]:
-    with context:
-        y = torch.func.vmap(model, randomness="different")(x).sum()
-    return torch.autograd.grad(y, [x, *model.parameters()])
 
 
 def gradients_of_a_context_in_a_map(model: nn.Module, x: Tensor, context: Context) -> tuple[Tensor, ...]:
@@ -77,17 +49,6 @@ def gradients_of_a_context_in_a_map(model: nn.Module, x: Tensor, context: Contex
 
     y = torch.func.vmap(forward, randomness="same")(x).sum()
     return torch.autograd.grad(y, [x, *model.parameters()])
-
-
-CASES = [
-    batched_gradients,
-    batched_gradients_of_a_gradient,
-    mapped_gradients,
-    vectorized_jacobian,
-    vectorized_hessian,
-    gradients_of_mapped_calls,
-    gradients_of_a_context_in_a_map,
-]
 
 
 def _run(gradients: Gradients, torch_device: torch.device, context: Context) -> list[Tensor]:
@@ -100,7 +61,7 @@ def _run(gradients: Gradients, torch_device: torch.device, context: Context) -> 
 
 
 @pytest.mark.parametrize("kind", ["alone", "verified", "in an offload"])
-@pytest.mark.parametrize("gradients", CASES)
+@pytest.mark.parametrize("gradients", [batched_gradients, vectorized_hessian, gradients_of_a_context_in_a_map])
 def test_many_gradients_at_once(gradients: Gradients, kind: str, device: Device, remat_on: Remat) -> None:
     if kind == "in an offload" and isinstance(device, CpuDevice):
         pytest.skip("nothing is offloaded from it")

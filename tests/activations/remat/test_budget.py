@@ -111,8 +111,8 @@ def _counted(run: Callable[[Context], None], make: Context, tag: str) -> list[tu
     runs: list[object] = []
     open_run = RecordingStage._open_forward
 
-    def opened(entry: RecordingStage, *, raises: bool) -> object:
-        runs.append(open_run(entry, raises=raises))
+    def opened(entry: RecordingStage) -> object:
+        runs.append(open_run(entry))
         return runs[-1]
 
     with pytest.MonkeyPatch.context() as patch:

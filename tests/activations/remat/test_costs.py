@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from memkit.activations.recomputing.recording_stage import RecordingStage
 from memkit.activations.saved.state import remat_states
 from memkit.device import CpuDevice
 from memkit.recording import cost
-from memkit.recording import cost as costs
 from memkit.recording.recorder import Recorder
 from tests.activations.chains import chain
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
@@ -41,16 +39,14 @@ def test_ops_are_timed_in_the_second_step_only(budget: float | str, torch_device
 
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_new_shapes_are_forgotten(torch_device: torch.device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "_MAX_COSTS", 10)
+    monkeypatch.setattr(cost, "_MAX_COSTS", 10)
     for size in range(1, 25):
         x = torch.randn(size, device=torch_device, requires_grad=True)
         with remat_on(0.5, "shapes"):
             loss = x.sin().cos().sum()
         loss.backward()
 
-    known = remat_states["shapes"].costs
-    assert len(known.guessed_s) == 10
-    assert 0 < len(known.measured_s) <= 10
+    assert len(remat_states["shapes"].costs.known_s) == 10
 
 
 def test_forward_after_a_backward_in_the_same_context_is_seen_as_any_other(torch_device: torch.device, remat_on: Remat) -> None:
@@ -94,13 +90,12 @@ def test_cost_of_recording_is_what_a_chain_of_ops_takes_longer_with_a_recorder(m
     assert cost.recording_cost_s.__wrapped__() == 3
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_seconds_of_the_recorder_are_those_of_the_ops_it_saw(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_of_the_recorder_are_those_of_the_ops_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         importlib.import_module("memkit.activations.recomputing.recording_stage"), "recording_cost_s", lambda: 0.5
     )
     x = torch.randn(16, requires_grad=True)
-    for _ in range(number + 1):
+    for _ in range(2):
         with memkit.Rematerialize(1.0, "seconds", min_bytes=0, device=CpuDevice()):
             with torch.no_grad():
                 for _ in range(300):
@@ -123,11 +118,3 @@ def test_error_of_an_op_is_its_own() -> None:
                 x.mm(w)
         assert len(context._entry.recording._forward.recording.calls) == num_ops
         x.mm(x)
-
-
-def test_small_sizes_are_printed() -> None:
-    x = torch.randn(16, requires_grad=True)
-    with memkit.Rematerialize(1.0, "small", min_bytes=0, device=CpuDevice()):
-        x.clone().exp().sin()
-
-    assert ["saved", "64 bytes"] in [re.split(r"  +", line) for line in str(memkit.stats("small")).splitlines()]

@@ -27,7 +27,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterator[bool]], list[i
 
     def start(refused: Iterator[bool]) -> list[int]:
         num_evictable: list[int] = []
-        repeat = replay.Replay._repeat
+        repeat = replay.Replay.run
 
         def repeat_or_refuse(run: replay.Replay, *args: Any) -> None:
             if next(refused, False):
@@ -35,7 +35,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Iterator[bool]], list[i
                 raise torch.OutOfMemoryError("injected: out of memory")
             repeat(run, *args)
 
-        monkeypatch.setattr(replay.Replay, "_repeat", repeat_or_refuse)
+        monkeypatch.setattr(replay.Replay, "run", repeat_or_refuse)
         return num_evictable
 
     return start
@@ -84,12 +84,12 @@ class Fickle(torch.autograd.Function):
     num_calls = 0
 
     @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return torch.ops.memkit_tests.fickle(x)
+    def forward(ctx: object, x: Tensor, op: Callable[[Tensor], Tensor]) -> Tensor:
+        return op(x)
 
     @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 @torch.library.custom_op("memkit_tests::fickle", mutates_args=())
@@ -98,10 +98,16 @@ def _fickle(x: Tensor) -> Tensor:
     return x + Fickle.num_calls
 
 
+@torch.library.custom_op("memkit_tests::shrinks", mutates_args=())
+def _shrinks(x: Tensor) -> Tensor:
+    Fickle.num_calls += 1
+    return x[: 8 // Fickle.num_calls].clone()
+
+
 def test_verification_names_the_op_and_the_module(device: Device, remat_on: Remat) -> None:
     class Odd(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return Fickle.apply(x * 2)
+            return Fickle.apply(x * 2, torch.ops.memkit_tests.fickle)
 
     x, _ = inputs_on(device.torch_device)
     model = torch.nn.Sequential(torch.nn.Tanh(), Odd(), torch.nn.Sigmoid())
@@ -114,18 +120,12 @@ def test_verification_names_the_op_and_the_module(device: Device, remat_on: Rema
         loss.backward()
 
 
-def test_what_is_made_again_in_another_size_raises(device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_op_that_makes_another_size_when_it_runs_again_raises(device: Device, remat_on: Remat) -> None:
+    Fickle.num_calls = 0
     x, _ = inputs_on(device.torch_device)
-    with remat_on("1B", "size"):
-        loss = x.sin().exp().cos().sum()
-    repeat = replay.Replay._repeat
+    with remat_on("1B", "size", pure_ops=["memkit_tests::shrinks"]):
+        loss = Fickle.apply(x * 2, torch.ops.memkit_tests.shrinks).sin().exp().sum()
 
-    def repeat_in_part(run: replay.Replay, *args: object) -> None:
-        repeat(run, *args)
-        for value in run.made:
-            run.made[value] = torch.UntypedStorage(8, device=device.torch_device)
-
-    monkeypatch.setattr(replay.Replay, "_repeat", repeat_in_part)
-
-    with pytest.raises(memkit.errors.ReplayMismatchError, match=r"had 1024 bytes, and recomputed it has 8 \(aten"):
+    message = r"memkit_tests\.shrinks.* has made 1024 bytes in the forward, and 512 when it was run again"
+    with pytest.raises(memkit.errors.ReplayMismatchError, match=message):
         loss.backward()

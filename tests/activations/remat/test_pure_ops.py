@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.recording.ops import names_of_ops
 from tests.activations.cases import assert_same_bits, inputs_on
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 
@@ -94,17 +93,6 @@ def test_effects_of_unknown_ops_happen_once(name: str, torch_device: torch.devic
     assert memkit.stats("own").num_replays > 0
 
 
-def test_verification_passes_what_is_kept() -> None:
-    plain, effects = _train(OPS["python_random"], torch.device("cpu"), [nullcontext()])
-
-    found, found_effects = _train(
-        OPS["python_random"], torch.device("cpu"), [memkit.Rematerialize(0.1, "verify", min_bytes=0, verify=True)]
-    )
-
-    assert_same_bits(found, plain)
-    assert found_effects == effects
-
-
 @pytest.mark.parametrize(
     "pure_ops",
     [
@@ -180,24 +168,6 @@ def test_wish_to_recompute_what_an_unknown_op_made_is_answered() -> None:
 # What else an op may do
 
 
-def test_ops_that_decompose_are_their_parts(remat_on: Remat, torch_device: torch.device) -> None:
-    library = torch.library.Library("memkit_parts", "DEF")
-    library.define("halves(Tensor x) -> Tensor")
-    library.impl("halves", lambda x: (x * 2).sin() / 2, "CompositeImplicitAutograd")
-    x, w = inputs_on(torch_device)
-    torch.ops.memkit_parts.halves(x @ w).exp().sum().backward()
-    plain, x.grad = x.grad, None
-
-    with remat_on(0.1, "parts"):
-        loss = torch.ops.memkit_parts.halves(x @ w).exp().sum()
-    loss.backward()
-
-    assert_same_bits([x.grad], [plain])
-    stats = memkit.stats("parts")
-    assert stats.num_dropped == stats.num_saved > 0
-    library._destroy()
-
-
 def test_op_that_returns_its_own_state_again_is_refused_where_that_was_needed() -> None:
     """The same storage holds other bytes at each call, and no counter tells."""
     state = torch.zeros(8, 32)
@@ -257,34 +227,6 @@ def test_op_that_returns_its_argument_is_no_write(torch_device: torch.device, re
     library._destroy()
 
 
-class Jittered(torch.autograd.Function):
-    """Its forward is Python: a random number is a constant of its ops, and is drawn once."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.factor = 1 + random.random()
-        y = (x * ctx.factor).sin()
-        ctx.save_for_backward(x)
-        return y * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * ctx.factor * grad * (ctx.saved_tensors[0] * ctx.factor).cos()
-
-
-def test_python_in_functions_of_ones_own_is_not_run_again(torch_device: torch.device, remat_on: Remat) -> None:
-    def computation(x: Tensor) -> Tensor:
-        return Jittered.apply(Jittered.apply(x).exp())
-
-    plain, effects = _train(computation, torch_device, [nullcontext()] * 3)
-
-    found, found_effects = _train(computation, torch_device, [remat_on(0.1, "function") for _ in range(3)])
-
-    assert_same_bits(found, plain)
-    assert found_effects == effects
-    assert memkit.stats("function").num_replays > 0
-
-
 # Wrong words
 
 
@@ -305,12 +247,6 @@ def test_python_in_functions_of_ones_own_is_not_run_again(torch_device: torch.de
 def test_what_is_no_list_of_ops_is_refused(pure_ops: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         memkit.Rematerialize(0.5, pure_ops=pure_ops)
-
-
-def test_names_of_ops() -> None:
-    names = ["a::b", "a::*", torch.ops.memkit_pure.double, OPS["double"]]
-
-    assert names_of_ops(iter(names)) == {"a::b", "a::*", "memkit_pure::double"}
 
 
 def test_smallest_budget_knows_what_is_pure() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from memkit.activations.saved.state import remat_states
 from memkit.device import Device
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
-from tests.activations.remat.test_regions_in_steps import Context, run
+from tests.activations.remat.test_regions_in_steps import run
 
 pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops", "quick_plans")]
 
@@ -54,25 +56,6 @@ class Model(nn.Module):
         return x
 
 
-def reasons(tag: str, kind: type[nn.Module] = Block) -> set[str]:
-    """Return why the last recorded step took the calls of a kind of module for no regions."""
-    (trace,) = remat_states[tag].traces
-    return {call.why_not for call, module in zip(trace.ops.calls, trace.ops.modules, strict=True) if isinstance(module(), kind)}
-
-
-def assert_bits_of_plain_run(make: Callable[[], nn.Module], device: Device, context: Context) -> nn.Module:
-    """Return the model, which the trace knows while it lives."""
-    models: list[nn.Module] = []
-
-    def made() -> nn.Module:
-        models.append(make())
-        return models[-1]
-
-    for wanted, found in zip(run(make, device, nullcontext, 6), run(made, device, context, 6), strict=True):
-        assert_same_bits(found, wanted)
-    return models[0]
-
-
 GATES: list[Tensor] = []
 
 
@@ -88,20 +71,6 @@ class MakesGates(Model):
 
     def before(self, x: Tensor) -> None:
         GATES[:] = [torch.sigmoid(x.sum())]
-
-
-def test_call_that_reads_what_it_was_not_given_is_none(device: Device, remat_on: Remat) -> None:
-    model = assert_bits_of_plain_run(lambda: MakesGates(Gated), device, lambda: remat_on(0.4, "gates", min_bytes=1))
-    assert reasons("gates") == {"it reads what it was not given"}
-    assert reasons("gates", nn.Linear) == {""}
-    del model
-
-
-def test_call_that_is_given_what_it_reads_may_be_one(device: Device, remat_on: Remat) -> None:
-    model = assert_bits_of_plain_run(lambda: Model(Block), device, lambda: remat_on(0.4, "plain", min_bytes=1))
-    assert reasons("plain") == {""}
-    assert remat_states["plain"].settled.regions.num_regions > 0
-    del model
 
 
 class Tells(Block):
@@ -140,14 +109,147 @@ class Gives(Sums):
         return x
 
 
-@pytest.mark.parametrize("kind", [Sums, Gives])
-def test_call_of_which_something_is_used_that_it_does_not_return_is_none(
-    kind: Callable[[Callable[[], nn.Module]], Model], device: Device, remat_on: Remat
-) -> None:
-    model = assert_bits_of_plain_run(lambda: kind(Tells), device, lambda: remat_on(0.4, "tells", min_bytes=1))
-    assert reasons("tells") == {"what it makes is used elsewhere"}
-    assert reasons("tells", nn.Linear) == {""}
-    del model
+class Normed(Block):
+    """Has a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+
+class Twice(Model):
+    """Calls its blocks twice."""
+
+    def behind(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Counts(Block):
+    """Counts its calls, in an attribute."""
+
+    num_calls = 0
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        self.num_calls += 1
+        return hidden
+
+
+class Remembers(Block):
+    """Appends to a list in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        self.seen.append(hidden.detach().sum().item())
+        return hidden
+
+
+class Draws(Block):
+    """Draws from Python's generator."""
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        return hidden * random.random()
+
+
+class WritesToItsInput(Block):
+    """Writes to its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x * 2)
+        x.detach().mul_(0.5)
+        return y + 1
+
+
+class WritesAfterwards(nn.Module):
+    """Writes to a part's input once the part has returned: nothing of it was saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Doubles()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        y = self.part(x)
+        return x.mul_(0.5) + y
+
+
+class Doubles(Block):
+    """Saves none of its inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 2)
+
+
+class Cached(Block):
+    """Adds to an object among its part's inputs, as attention does to a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adds = Adds()
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        return self.adds(hidden, cache := Cache()) + len(cache.found)
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+
+class Adds(nn.Module):
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.found.append(x.detach())
+        return x.sin().exp() * len(cache.found)
+
+
+REASONS: dict[str, tuple[Callable[[], nn.Module], type[nn.Module], str]] = {
+    "gives what it reads": (lambda: Model(Block), Block, ""),
+    "called twice, writing to its buffers": (lambda: Twice(Normed), Block, ""),
+    "reads a global": (lambda: MakesGates(Gated), Block, "it reads what it was not given"),
+    "leaves a result elsewhere": (lambda: Sums(Tells), Block, "what it makes is used elsewhere"),
+    "leaves a result for a module": (lambda: Gives(Tells), Block, "what it makes is used elsewhere"),
+    "counts": (lambda: Model(Counts), Block, "its forward changes an attribute"),
+    "remembers": (lambda: Model(Remembers), Block, "its forward changes an attribute"),
+    "draws": (lambda: Model(Draws), Block, "it draws random numbers of Python's or NumPy's"),
+    "writes to its input": (lambda: Model(WritesToItsInput), Block, "an op in it writes to what was there before"),
+    "has its input written to": (lambda: Model(WritesAfterwards), Doubles, "what it is given is written to later"),
+    "is given a cache": (lambda: Model(Cached), Adds, "it is given an object that it may change"),
+}
+
+
+def reasons(tag: str, kind: type[nn.Module] = Block) -> set[str]:
+    """Return why the last recorded step took the calls of a kind of module for no regions."""
+    (trace,) = remat_states[tag].traces
+    return {call.why_not for call, module in zip(trace.ops.calls, trace.ops.modules, strict=True) if isinstance(module(), kind)}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_call_is_no_region_if_it_does_more_than_read_its_inputs(name: str, device: Device, remat_on: Remat) -> None:
+    make, kind, why_not = REASONS[name]
+    models: list[nn.Module] = []
+
+    def made() -> nn.Module:
+        models.append(make())
+        return models[-1]
+
+    plain, found = run(made, device, nullcontext, 6), run(made, device, lambda: remat_on(0.35, name, min_bytes=1), 6)
+    for wanted, step in zip(plain, found, strict=True):
+        assert_same_bits(step, wanted)
+
+    for one, other in zip(models[0].modules(), models[1].modules(), strict=True):
+        assert getattr(one, "num_calls", 0) == getattr(other, "num_calls", 0)
+        assert getattr(one, "seen", []) == getattr(other, "seen", [])
+    assert reasons(name, kind) == {why_not}
+    if kind is Block and not isinstance(models[1].blocks[0], WritesToItsInput):
+        assert reasons(name, nn.Linear) == {""}
+    assert why_not or remat_states[name].settled.regions.num_regions > 0
 
 
 class Clamps(Model):
@@ -191,7 +293,7 @@ class Masks(Model):
 
 @pytest.mark.parametrize(("kind", "block"), [(Clamps, Block), (ClampsData, Block), (Masks, Masked)])
 def test_call_whose_weights_are_written_later_is_none(
-    kind: Callable[[Callable[[], nn.Module]], Model], block: type[Block], device: Device, remat_on: Remat
+    kind: Callable[[Any], Model], block: type[Block], device: Device, remat_on: Remat
 ) -> None:
     model = kind(block).to(device.torch_device)
     x = torch.randn(8, 32, device=device.torch_device)
@@ -199,30 +301,3 @@ def test_call_whose_weights_are_written_later_is_none(
         with remat_on(0.4, "clamps", min_bytes=1):
             model(x).sum()
     assert reasons("clamps", block) == {"its weights are written after it has run"}
-
-
-class Normed(Block):
-    """Has a batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(64)
-
-    def beside(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden)
-
-
-class Twice(Model):
-    """Calls its blocks twice."""
-
-    def behind(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_call_whose_buffers_are_written_by_the_next_may_be_one(device: Device, remat_on: Remat) -> None:
-    model = assert_bits_of_plain_run(lambda: Twice(Normed), device, lambda: remat_on(0.4, "twice", min_bytes=1))
-    assert reasons("twice") == {""}
-    assert remat_states["twice"].settled.regions.num_regions > 0
-    del model

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 import memkit
 from memkit.activations.offloading import moving_stage as offloading
 from memkit.activations.offloading.scheduled import ScheduledForward
-from memkit.activations.saved.state import remat_states
 from memkit.device import CpuDevice, Device
 from memkit.errors import ReplayMismatchError
 from memkit.plan import Action
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
-from tests.activations.remat.test_steady import blocks, num_calls, train
+from tests.activations.remat.test_steady import blocks, train
 from tests.contracts.contexts import Around
 
 Context = Callable[[], AbstractContextManager[object]]
@@ -114,7 +113,7 @@ def test_bits_are_those_of_the_plain_run(name: str, budget: float, device: Devic
     assert memkit.stats("bits").live_records == 0
 
 
-def test_steady_step_has_regions_and_takes_few_calls(device: Device, remat_on: Remat) -> None:
+def test_steady_step_has_regions(device: Device, remat_on: Remat) -> None:
     model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
     plain = train(model, x, nullcontext)
     recorded = []
@@ -124,7 +123,6 @@ def test_steady_step_has_regions_and_takes_few_calls(device: Device, remat_on: R
     stats = memkit.stats("steady")
 
     assert recorded == [True, True, True, False, False, False]
-    assert num_calls(lambda: train(model, x, lambda: remat_on(0.5, "steady", min_bytes=1))) <= 12 * stats.num_ops
     assert stats.follows_plan
     assert stats.num_deviations == 0
     assert stats.ledger_peak_bytes <= stats.budget_bytes
@@ -139,43 +137,33 @@ def test_steady_step_has_regions_and_takes_few_calls(device: Device, remat_on: R
     assert all(save.reason.endswith("runs again") for save in dropped)
 
 
-@pytest.mark.slow
-def test_smaller_batch_is_a_deviation_with_the_same_bits(device: Device, remat_on: Remat) -> None:
-    model, plain_model = (with_dropout().to(device.torch_device) for _ in range(2))
-    plain_model.load_state_dict(model.state_dict())
-    recorded = []
-    for number, size in enumerate((16, 16, 16, 16, 16, 6, 16, 16, 16)):
-        x = torch.randn(size, 32, device=device.torch_device)
-        torch.manual_seed(number)
-        wanted = train(plain_model, x, nullcontext)
-        torch.manual_seed(number)
-        assert_same_bits(train(model, x, lambda: remat_on(0.4, "smaller")), wanted)
-        recorded.append(memkit.stats("smaller").is_recorded)
-
-    assert recorded == [True, True, True, False, False, False, True, False, False]
-    assert memkit.stats("smaller").num_deviations == 1
+def compare(model: nn.Module, x: Tensor, context: Context) -> None:
+    """Compare the bits of a step to the plain one's."""
+    state = torch.get_rng_state()
+    wanted = train(model, x, nullcontext)
+    torch.set_rng_state(state)
+    assert_same_bits(train(model, x, context), wanted)
 
 
 @pytest.mark.slow
-def test_model_that_changes_in_each_step_is_recorded_in_the_end(device: Device, remat_on: Remat) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "is_recorded"),
+    [((16, 16, 16, 16, 16, 6, 16, 16, 16), "111000100"), ((16, 16, 16, *[16, 6] * 10), "111" + "?" * 12 + "1" * 8)],
+    ids=["once", "always"],
+)
+def test_smaller_batch_is_a_deviation_with_the_same_bits(
+    sizes: tuple[int, ...], is_recorded: str, device: Device, remat_on: Remat
+) -> None:
     model = with_dropout().to(device.torch_device)
-    recorded = []
-    for number in range(24):
-        torch.manual_seed(number)
-        size = 16 if number < 4 or number % 2 else 6
-        x = torch.randn(size, 32, device=device.torch_device)
-        wanted = train(model, x, nullcontext)
-        torch.manual_seed(number)
-        torch.randn(size, 32, device=device.torch_device)
-        assert_same_bits(train(model, x, lambda: remat_on(0.4, "changes")), wanted)
-        recorded.append(memkit.stats("changes").is_recorded)
-
-    assert all(recorded[-8:])
+    for size, recorded in zip(sizes, is_recorded, strict=True):
+        compare(model, torch.randn(size, 32, device=device.torch_device), lambda: remat_on(0.4, "smaller"))
+        assert recorded in ("?", str(int(memkit.stats("smaller").is_recorded)))
+    assert memkit.stats("smaller").num_deviations == 1 or "?" in is_recorded
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no memory apart from the host")
-@pytest.mark.parametrize("budget", [0.4, *[pytest.param(other, marks=pytest.mark.slow) for other in ("1GiB", 1.0)]])
+@pytest.mark.parametrize("budget", [0.4, "1GiB", 1.0])
 def test_offload_outside_follows_a_schedule(
     budget: float | str, device: Device, remat_on: Remat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +193,7 @@ def test_offload_outside_follows_a_schedule(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", [pytest.param(memkit.keep, marks=pytest.mark.slow), memkit.recompute])
+@pytest.mark.parametrize("word", [memkit.keep, memkit.recompute])
 def test_word_of_the_users_has_the_next_steps_recorded(
     word: Callable[[Tensor], Tensor], device: Device, remat_on: Remat
 ) -> None:
@@ -227,143 +215,17 @@ def test_word_of_the_users_has_the_next_steps_recorded(
 
 
 @pytest.mark.slow
-def test_verify_and_dtr_and_given_plans_are_recorded(device: Device, remat_on: Remat) -> None:
+def test_verify_and_single_ops_and_dtr_and_given_plans_are_recorded(device: Device, remat_on: Remat) -> None:
     model, x = blocks().to(device.torch_device), torch.randn(8, 32, device=device.torch_device)
     for _ in range(2):
         train(model, x, lambda: remat_on(0.5, "given"))
     plan = remat_on(0.5, "given").plan
-    for options in ({"verify": True}, {"policy": "dtr"}, {"plan": plan}, {"strict": True}):
+    for options in ({"verify": True}, {"policy": "ops"}, {"policy": "dtr"}, {"plan": plan}, {"strict": True}):
         for _ in range(5):
-            train(model, x, lambda: remat_on(0.5, "recorded", **options))  # noqa: B023
-        assert memkit.stats("recorded").is_recorded
-
-
-# What is no region
-
-
-class Counts(Residual):
-    """Counts its calls, in an attribute."""
-
-    num_calls = 0
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        self.num_calls += 1
-        return super().forward(x, scale)
-
-
-class Remembers(Residual):
-    """Appends to a list in an attribute."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__(*layers)
-        self.seen: list[float] = []
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        self.seen.append(x.detach().sum().item())
-        return super().forward(x, scale)
-
-
-class Draws(Residual):
-    """Draws from Python's generator."""
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return super().forward(x, scale=random.random())
-
-
-class WritesToItsInput(Residual):
-    """Writes to its input."""
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        y = self.layers(x * 2)
-        x.detach().mul_(0.5)
-        return y + 1
-
-
-class Cached(Residual):
-    """Adds to an object among its inputs, as attention does to a cache."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__(*layers)
-        self.cache: Any = None
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return self.inner(x, cache := Cache()) + len(cache.found)
-
-    def inner(self, x: Tensor, cache: Cache) -> Tensor:
-        return self.layers[1](Adds()(self.layers[0](x), cache))
-
-
-class Cache:
-    def __init__(self) -> None:
-        self.found: list[Tensor] = []
-
-
-class Adds(nn.Module):
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        cache.found.append(x.detach())
-        return x.sin().exp() * len(cache.found)
-
-
-@pytest.mark.parametrize("kind", [Counts, Remembers, Draws, WritesToItsInput, Cached])
-def test_module_with_an_effect_of_its_own_is_none(kind: type[Residual], device: Device, remat_on: Remat) -> None:
-    def make() -> nn.Module:
-        parts = (kind(nn.Linear(32, 64), nn.Sequential(nn.GELU(), nn.Linear(64, 32), nn.Tanh())) for _ in range(6))
-        return nn.Sequential(nn.Linear(32, 32), *parts)
-
-    models: list[nn.Module] = []
-
-    def made() -> nn.Module:
-        models.append(make())
-        return models[-1]
-
-    plain = run(made, device, nullcontext, 6)
-    found = run(made, device, lambda: remat_on(0.3, "effect"), 6)
-    for wanted, step in zip(plain, found, strict=True):
-        assert_same_bits(step, wanted)
-
-    for one, other in zip(models[0].modules(), models[1].modules(), strict=True):
-        assert getattr(one, "num_calls", 0) == getattr(other, "num_calls", 0)
-        assert getattr(one, "seen", []) == getattr(other, "seen", [])
-    (trace,) = remat_states["effect"].traces
-    whys = {call.why_not for call, module in zip(trace.ops.calls, trace.ops.modules, strict=True) if type(module()) is kind}
-    assert "" not in whys or kind is Cached
-
-
-class Doubles(nn.Module):
-    """Saves none of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x * 2)
-
-
-class WritesAfterwards(nn.Module):
-    """Writes to a part's input once the part has returned: nothing of it was saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.part = nn.Linear(32, 32), Doubles()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x) + 1
-        y = self.part(x)
-        return x.mul_(0.5) + y
-
-
-def test_module_whose_input_is_written_to_later_is_none(device: Device, remat_on: Remat) -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(*(WritesAfterwards() for _ in range(6)))
-
-    plain, found = run(make, device, nullcontext, 6), run(make, device, lambda: remat_on(0.3, "later"), 6)
-    for wanted, step in zip(plain, found, strict=True):
-        assert_same_bits(step, wanted)
-
-    (trace,) = remat_states["later"].traces
-    whys = {call.why_not for call, module in zip(trace.ops.calls, trace.ops.modules, strict=True) if type(module()) is Doubles}
-    assert whys == {"what it is given is written to later"}
+            compare(model, x, lambda: remat_on(0.5, "recorded", **options))  # noqa: B023
+        stats = memkit.stats("recorded")
+        assert (stats.is_recorded, stats.num_dropped > 0) == (True, True)
+        assert stats.follows_plan == (options != {"policy": "dtr"})
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.4])
@@ -376,10 +238,7 @@ def test_context_that_was_never_left_is_ended_by_the_next(budget: float, device:
     model(x)
     del lost
 
-    torch.manual_seed(0)
-    wanted = train(model, x, nullcontext)
-    torch.manual_seed(0)
-    assert_same_bits(train(model, x, lambda: remat_on(budget, "left")), wanted)
+    compare(model, x, lambda: remat_on(budget, "left"))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert memkit.stats("left").num_iterations == 6
 
@@ -394,19 +253,6 @@ def test_what_is_known_of_a_step_holds_no_module(device: Device, remat_on: Remat
     gc.collect()
 
     assert [part() for part in parts] == [None] * len(parts)
-
-
-@pytest.mark.slow
-def test_models_of_one_tag_take_turns(device: Device, remat_on: Remat) -> None:
-    models = [with_dropout().to(device.torch_device) for _ in range(2)]
-    x = torch.randn(16, 32, device=device.torch_device)
-    for number in range(12):
-        model = models[number % 2 if number > 4 else 0]
-        torch.manual_seed(number)
-        wanted = train(model, x, nullcontext)
-        torch.manual_seed(number)
-        assert_same_bits(train(model, x, lambda: remat_on(0.4, "turns")), wanted)
-    assert memkit.stats("turns").num_deviations > 0
 
 
 # Where a step is another than the planned ones
@@ -534,15 +380,3 @@ def test_a_region_that_is_not_the_same_again_is_the_last() -> None:
     for _ in range(6):
         assert_same_bits(_step(model, _remat), _step(model, nullcontext))
         assert memkit.stats(TAG).is_recorded
-
-
-def test_single_ops_alone_are_run_again_where_that_is_asked_for() -> None:
-    model = _model()
-    plain = _step(model, nullcontext)
-    for _ in range(6):
-        found = _step(model, lambda: memkit.Rematerialize(0.4, TAG, min_bytes=0, policy="ops"))
-        assert_same_bits(found, plain)
-        stats = memkit.stats(TAG)
-        assert stats.is_recorded
-    assert stats.follows_plan
-    assert stats.num_dropped > 0

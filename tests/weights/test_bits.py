@@ -1,8 +1,11 @@
-"""Models of many kinds compute the same with streamed layers as without_modes, bit for bit."""
+"""Models of many kinds, in any order of forwards and backwards and trained in each way, compute with streamed layers what they
+compute plainly, bit for bit."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,8 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.core.owners import owner_of
+from memkit.core.sizes import HOST_PAGE_BYTES
 from memkit.device import Device, ReferenceDevice
+from memkit.transfer import ReferenceDisk, arena
+from tests.refusing import PinLimit
 from tests.weights.cases import (
+    RUNS,
+    TRAIN,
     WIDTH,
     Block,
     Result,
@@ -27,13 +35,236 @@ from tests.weights.cases import (
     compare,
     in_order,
     inputs,
+    new_nodes,
     only_lora,
     results,
     reused,
     run_step,
+    stack,
 )
+from tests.weights.wrapped import BLOCKS as WRAPPED
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
+
+
+def train_and_sample(model: nn.Module, batches: list[Tensor], *, samples: bool = True) -> Result:
+    """Accumulate two gradients, with samples drawn in between."""
+    torch.manual_seed(0)
+    outputs = []
+    for batch in batches:
+        model.train()
+        outputs.append(model(batch))
+        outputs[-1].square().mean().backward()
+        model.eval()
+        for mode in (torch.no_grad, torch.inference_mode) if samples else ():
+            with mode():
+                outputs.append(model(batch).clone())
+    return {**results(model, outputs), "rng": torch.get_rng_state()}
+
+
+def _step_of(train: str) -> Callable[..., Result]:
+    return partial(train_and_sample, samples=train != "fused")  # a model that is stepped by now has other samples
+
+
+WAYS: dict[str, Callable[[], dict[str, Any]]] = {
+    "frozen": dict,
+    "host": dict,
+    "fused": lambda: {"optimizer": partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.01)},
+    "fused, AdamW": lambda: {"optimizer": partial(torch.optim.AdamW, lr=0.01)},
+    "fused, AdamW of one kernel": lambda: {"optimizer": partial(torch.optim.AdamW, lr=0.01, fused=True)},
+    "disk": lambda: {"disk": ReferenceDisk()},
+    "disk, late or not": lambda: {"disk": ReferenceDisk(seed=3)},
+    **dict.fromkeys(WRAPPED, dict),
+}
+"""How layers stream, or what their weights are made of."""
+PINNED = {"all": 2**40, "some": 4 * HOST_PAGE_BYTES, "none": 0}
+"""How many bytes the system pins: all, four buffers of a page, which are fewer than the layers, or nothing."""
+
+
+@pytest.mark.core(1)
+@pytest.mark.covering(2)
+@pytest.mark.filterwarnings("ignore:LayerOffload. the system did not pin", "ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("pinned", PINNED)
+@pytest.mark.parametrize("slots", [1, 2, 3, 6])
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("way", WAYS)
+def test_orders(way: str, run: str, slots: int, pinned: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "CHUNK_BYTES", 1024)  # a layer has five of them
+    limit, train = PinLimit(device, monkeypatch, PINNED[pinned]), way.split(",")[0]
+    train = train if train in TRAIN else "frozen"
+    model = stack(train, 6, run=RUNS[run], **({"block": WRAPPED[way]} if way in WRAPPED else {}))
+
+    stats = compare(model, device, step=_step_of(train), num_steps=3, num_slots=slots, **WAYS[way]())
+
+    assert stats.num_streamed == 6
+    assert stats.num_fetches > 0
+    assert (stats.d2h_bytes > 0) == (train != "frozen")
+    assert (stats.disk_read_bytes > 0) == (stats.disk_bytes > 0) == ("disk" in way)
+    assert not limit.pinned
+
+
+# Several graphs
+
+Step = Callable[[nn.Module, list[Tensor]], Result]
+
+
+def _backwards_in_order(model: nn.Module, batches: list[Tensor]) -> Result:
+    outputs = [model(batch) for batch in batches]
+    for output in outputs:
+        output.square().mean().backward()
+    return results(model, outputs)
+
+
+def _backwards_in_reverse(model: nn.Module, batches: list[Tensor]) -> Result:
+    outputs = [model(batch) for batch in batches]
+    for output in reversed(outputs):
+        output.square().mean().backward()
+    return results(model, outputs)
+
+
+def _one_backward_of_two(model: nn.Module, batches: list[Tensor]) -> Result:
+    outputs = [model(batch) for batch in batches]
+    (outputs[0] * outputs[1]).mean().backward()
+    return results(model, outputs)
+
+
+def _part_of_the_outputs(model: nn.Module, batches: list[Tensor]) -> Result:
+    output = model(batches[0])
+    output[:2, 1].sum().backward()
+    return results(model, [output])
+
+
+def _part_of_the_layers(model: nn.Module, batches: list[Tensor]) -> Result:
+    """The graph ends in the middle: what comes after has no backward."""
+    hidden = in_order(model.layers[:3], model.stem(batches[0]))
+    output = model.head(in_order(model.layers[3:], hidden.detach()))
+    hidden.sum().backward()
+    return results(model, [output])
+
+
+def _retained(model: nn.Module, batches: list[Tensor]) -> Result:
+    output = model(batches[0])
+    for is_last in (False, False, True):
+        output.square().mean().backward(retain_graph=not is_last)
+    return results(model, [output])
+
+
+def _retained_between_others(model: nn.Module, batches: list[Tensor]) -> Result:
+    output = model(batches[0])
+    output.square().mean().backward(retain_graph=True)
+    other = model(batches[1])
+    other.mean().backward()
+    output.mean().backward()
+    return results(model, [output, other])
+
+
+def _grad_of_inputs(model: nn.Module, batches: list[Tensor]) -> Result:
+    x = batches[0].clone().requires_grad_()
+    output = model(x)
+    return results(model, [output, *torch.autograd.grad(output.sum(), [x, model.stem.weight])])
+
+
+def _double_backward(model: nn.Module, batches: list[Tensor]) -> Result:
+    x = batches[0].clone().requires_grad_()
+    output = model(x)
+    grad = torch.autograd.grad(output.square().sum(), x, create_graph=True)[0]
+    (grad.square().mean() + output.mean()).backward()
+    return results(model, [output, grad, x.grad])
+
+
+def _samples_in_between(model: nn.Module, batches: list[Tensor]) -> Result:
+    outputs = []
+    for batch in batches:
+        outputs.append(model(batch))
+        model.eval()
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                outputs.append(model(batch * 2).clone())
+        model.train()
+        outputs[-3].square().mean().backward()
+    return results(model, outputs)
+
+
+def _dropped(model: nn.Module, batches: list[Tensor]) -> Result:
+    model(batches[1])
+    output = model(batches[0])
+    dropped = model(batches[1])
+    dropped.sum().backward(retain_graph=True)
+    del dropped
+    output.sum().backward()
+    return results(model, [output])
+
+
+def _zeroed_in_between(model: nn.Module, batches: list[Tensor]) -> Result:
+    for set_to_none in (True, False, True):
+        for batch in batches:
+            loss = model(batch).square().sum()
+            model.zero_grad(set_to_none=set_to_none)
+            loss.backward()
+    return results(model, [])
+
+
+def _in_a_thread(model: nn.Module, batches: list[Tensor]) -> Result:
+    """The backward runs in another thread than the forward."""
+    output = model(batches[0])
+    thread = threading.Thread(target=lambda: output.square().mean().backward())
+    thread.start()
+    thread.join()
+    return results(model, [output])
+
+
+def _anomalies(model: nn.Module, batches: list[Tensor]) -> Result:
+    with torch.autograd.detect_anomaly(check_nan=True):
+        return run_step(model, batches)
+
+
+def _grad_of_inputs_only(model: nn.Module, batches: list[Tensor]) -> Result:
+    x = batches[0].clone().requires_grad_()
+    output = model(x)
+    output.sum().backward()
+    return results(model, [output, x.grad])
+
+
+STEPS: dict[str, Step] = {
+    "backwards in order": _backwards_in_order,
+    "backwards in reverse": _backwards_in_reverse,
+    "one backward of two": _one_backward_of_two,
+    "part of the outputs": _part_of_the_outputs,
+    "part of the layers": _part_of_the_layers,
+    "retained": _retained,
+    "retained between others": _retained_between_others,
+    "grad of inputs": _grad_of_inputs,
+    "grad of inputs alone": _grad_of_inputs_only,
+    "samples in between": _samples_in_between,
+    "dropped": _dropped,
+    "zeroed in between": _zeroed_in_between,
+    "in a thread": _in_a_thread,
+    "anomalies": _anomalies,
+    "double backward": _double_backward,
+}
+LAST = "double backward"
+"""Is refused where gradients go to host memory."""
+
+
+@pytest.mark.core(1)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("has_new_nodes", [False, True])
+@pytest.mark.parametrize("slots", [1, 2, pytest.param(3, marks=slow)])
+@pytest.mark.parametrize(
+    ("train", "step"), [(train, step) for train in ("frozen", "host") for step in STEPS if (train, step) != ("host", LAST)]
+)
+def test_several_graphs(train: str, step: str, slots: int, has_new_nodes: bool, device: Device) -> None:
+    with new_nodes() if has_new_nodes else nullcontext():
+        stats = compare(stack(train, 6), device, step=STEPS[step], num_slots=slots, **TRAIN[train])
+
+    assert stats.slot_bytes == slots * stats.streamed_bytes // stats.num_streamed
+
+
+def test_gradients_of_inputs_through_frozen_layers(device: Device) -> None:
+    compare(Stack(6).requires_grad_(False), device, step=STEPS["grad of inputs alone"], num_slots=2)
+
+
+# Layers of many kinds
 
 
 class Conv(nn.Module):
@@ -134,8 +365,11 @@ class Embedded(nn.Module):
         return x * self.table(x.detach().abs().sum(1).long() % 7)
 
 
-class KeepsWeight(torch.autograd.Function):
+class Keeps(torch.autograd.Function):
     """Keeps the weight where saved-tensor hooks do not see it."""
+
+    places: ClassVar[list[object]] = []
+    """Who owned its storage in each backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -144,42 +378,44 @@ class KeepsWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        Keeps.places.append(owner_of(ctx.weight.untyped_storage()))
         return grad @ ctx.weight.t(), None
-
-
-class KeepsParameter(torch.autograd.Function):
-    """Keeps the parameter itself."""
-
-    places: ClassVar[list[object]] = []
-    """Who owned its storage in each backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
-        ctx.weight = weight
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        KeepsParameter.places.append(owner_of(ctx.weight.untyped_storage()))
-        return grad @ ctx.weight.t(), None
-
-
-class HiddenParameter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return KeepsParameter.apply(x, self.weight)
 
 
 class Hidden(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, is_view: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.weight, self.is_view = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), is_view
 
     def forward(self, x: Tensor) -> Tensor:
-        return KeepsWeight.apply(x, self.weight.t())
+        return Keeps.apply(x, self.weight.t() if self.is_view else self.weight)
+
+
+class Adjoint(nn.Module):
+    """Uses its complex weights as adjoints, so that autograd makes gradients that are conjugated, or negated, lazily."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / WIDTH)
+        self.scale = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.to(torch.complex64) @ self.weight.mH
+        return x + (z * self.scale.conj()).real + z.conj().imag
+
+
+class Sparse(nn.Module):
+    """Has an embedding with gradients of few rows, in the first forward alone or in all others."""
+
+    def __init__(self, *ways: bool) -> None:
+        super().__init__()
+        self.rows, self.linear, self.ways, self.num_calls = nn.Embedding(10, WIDTH), nn.Linear(WIDTH, WIDTH), ways, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.rows.sparse = self.ways[self.num_calls % len(self.ways)]
+            self.num_calls += 1
+        return x + self.linear(self.rows(x[:, 0].abs().long()))
 
 
 def _parametrized(norm: Callable[..., nn.Module]) -> Callable[[], nn.Module]:
@@ -196,8 +432,12 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "odd": Odd,
     "complex": Complex,
     "embedding": Embedded,
-    "weight kept by a function": Hidden,
-    "parameter kept by a function": HiddenParameter,
+    "weight kept by a function": lambda: Hidden(is_view=True),
+    "parameter kept by a function": Hidden,
+    "adjoint": Adjoint,
+    "sparse": lambda: Sparse(True),
+    "sparse first": lambda: Sparse(True, False),
+    "sparse second": lambda: Sparse(False, True),
     "weight norm": _parametrized(parametrizations.weight_norm),
     "spectral norm": _parametrized(parametrizations.spectral_norm),
     "old spectral norm": _parametrized(nn.utils.spectral_norm),
@@ -205,40 +445,34 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def train_and_sample(model: nn.Module, batches: list[Tensor]) -> Result:
-    """Accumulate two gradients, with samples drawn in between."""
-    torch.manual_seed(0)
-    outputs = []
-    for batch in batches:
-        model.train()
-        outputs.append(model(batch))
-        outputs[-1].square().mean().backward()
-        model.eval()
-        with torch.no_grad():
-            outputs.append(model(batch))
-        with torch.inference_mode():
-            outputs.append(model(batch).clone())
-    return {**results(model, outputs), "rng": torch.get_rng_state()}
+_OFTEN = ("adjoint", "host"), ("sparse first", "host")
 
 
 @pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk of memory")  # of cuDNN
-@pytest.mark.parametrize("block", BLOCKS)
-def test_layers_of_many_kinds(block: str, device: Device) -> None:
-    model = only_lora(Stack(4, block=BLOCKS[block]))
-
-    stats = compare(model, device, step=train_and_sample, offload_ratio=1.0, num_slots=2)
+@pytest.mark.parametrize(
+    ("block", "train"),
+    [
+        pytest.param(block, train, marks=() if (block, train) in _OFTEN else slow)
+        for block in BLOCKS
+        for train in TRAIN
+        if block != "odd" or train == "frozen"
+    ],  # its copies are less odd
+)
+def test_layers_of_many_kinds(block: str, train: str, device: Device) -> None:
+    stats = compare(stack(train, block=BLOCKS[block]), device, step=_step_of(train), num_slots=2, **TRAIN[train])
 
     assert stats.num_streamed == 4
 
 
+@slow
 @pytest.mark.parametrize("slots", [1, 3])
 def test_parameters_are_in_the_slot_while_their_layer_runs_backward(slots: int, device: Device) -> None:
-    KeepsParameter.places.clear()
+    Keeps.places.clear()
 
-    stats = compare(only_lora(Stack(4, block=HiddenParameter)), device, offload_ratio=1.0, num_slots=slots)
+    stats = compare(only_lora(Stack(4, block=Hidden)), device, offload_ratio=1.0, num_slots=slots)
 
-    assert len(KeepsParameter.places) == 2 * 2 * 2 * 4
-    assert sum(owner is not None for owner in KeepsParameter.places) == 2 * 2 * 4
+    assert len(Keeps.places) == 2 * 2 * 2 * 4
+    assert sum(owner is not None for owner in Keeps.places) == 2 * 2 * 4
     assert stats.num_overflows == 0
 
 
@@ -254,6 +488,7 @@ class DiT(nn.Module):
         return in_order(self.singles, in_order(self.doubles, x))
 
 
+@slow
 def test_lists_of_two_kinds_stream_both_through_slots_of_two_sizes(device: Device) -> None:
     model = DiT().requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -265,6 +500,7 @@ def test_lists_of_two_kinds_stream_both_through_slots_of_two_sizes(device: Devic
     assert stats.num_overflows == 0
 
 
+@slow
 def test_tied_parameters_stay_and_warn(device: Device) -> None:
     model = Stack(4)
     model.layers[0].up.weight = model.layers[3].up.weight
@@ -285,6 +521,7 @@ class _WithPart(nn.Linear):
         return torch.tanh(super().forward(x) + torch.cat([y, y], dim=-1))
 
 
+@slow
 @pytest.mark.filterwarnings("ignore:.*share their bytes")
 @pytest.mark.parametrize("train", ["frozen", "host"])
 def test_weight_that_a_buffer_is_a_part_of_stays_and_warns(train: str, device: Device) -> None:
@@ -315,6 +552,7 @@ def test_weight_that_a_buffer_is_a_part_of_stays_and_warns(train: str, device: D
                     one.layers[1].weight.mul_(0.5)
 
 
+@slow
 def test_layer_under_two_names_streams_once(device: Device) -> None:
     model = Stack(3)
     model.layers.append(model.layers[0])
@@ -329,6 +567,7 @@ class Returning(nn.Linear):
         return super().forward(x), self.weight.t()
 
 
+@slow
 def test_view_of_a_weight_that_the_model_uses_outside_of_the_layer(device: Device) -> None:
     def run(layers: nn.ModuleList, x: Tensor) -> Tensor:
         views = []
@@ -346,6 +585,7 @@ def test_view_of_a_weight_that_the_model_uses_outside_of_the_layer(device: Devic
     assert stats.num_overflows > 0
 
 
+@slow
 def test_view_of_a_weight_that_is_kept_keeps_its_bytes(device: Device) -> None:
     model = Stack(4, block=lambda: Returning(WIDTH, WIDTH)).requires_grad_(False)
     weights = [layer.weight.detach().clone() for layer in model.layers]
@@ -361,6 +601,7 @@ def test_view_of_a_weight_that_is_kept_keeps_its_bytes(device: Device) -> None:
             assert torch.equal(view.cpu(), weight.t())
 
 
+@slow
 @pytest.mark.parametrize("cache_enabled", [True, False])
 def test_autocast_with_layers_reused(cache_enabled: bool, device: Device) -> None:
     def step(model: nn.Module, batches: list[Tensor]) -> Result:
@@ -393,6 +634,7 @@ class Careful(nn.Module):
         return self.linear(x)
 
 
+@slow
 def test_layer_goes_on_in_its_slot_after_an_error_that_it_has_caught(device: Device) -> None:
     model = only_lora(Stack(4, block=Careful))
 
@@ -401,6 +643,7 @@ def test_layer_goes_on_in_its_slot_after_an_error_that_it_has_caught(device: Dev
     assert all(found for layer in model.layers for found in layer.found)
 
 
+@slow
 def test_gradients_taken_inside_of_a_layer_without_grad(device: Device) -> None:
     class Guided(nn.Module):
         def __init__(self) -> None:
@@ -423,6 +666,7 @@ def test_gradients_taken_inside_of_a_layer_without_grad(device: Device) -> None:
     assert stats.num_overflows == 0
 
 
+@slow
 def test_hooks_of_the_user_on_streamed_layers(device: Device) -> None:
     def step(model: nn.Module, batches: list[Tensor]) -> Result:
         found = []
@@ -480,18 +724,24 @@ def _run_program(program: list[Any], backwards: list[int], model: nn.Module, bat
     return results(model, outputs)
 
 
-@settings(max_examples=40)
+@slow
+@settings(max_examples=60)
 @given(
     program=st.lists(passes, min_size=1, max_size=4),
     backwards=st.lists(st.integers(0, 9), max_size=4),
     slots=st.integers(1, 3),
     ratio=st.sampled_from([0.4, 1.0]),
     seed=st.sampled_from([None, 0, 1]),
+    train=st.sampled_from(["frozen", "host"]),
+    has_new_nodes=st.booleans(),
 )
-def test_random_programs(program: list[Any], backwards: list[int], slots: int, ratio: float, seed: int | None) -> None:
-    device = ReferenceDevice(seed=seed)
-    step = partial(_run_program, program, backwards)
+def test_random_programs(
+    program: list[Any], backwards: list[int], slots: int, ratio: float, seed: int | None, train: str, has_new_nodes: bool
+) -> None:
+    device, step = ReferenceDevice(seed=seed), partial(_run_program, program, backwards)
 
-    compare(only_lora(Stack(5)), device, step=step, offload_ratio=ratio, num_slots=slots)
+    with new_nodes() if has_new_nodes else nullcontext():
+        compare(stack(train, 5), device, step=step, offload_ratio=ratio, num_slots=slots, **TRAIN[train])
 
     device.synchronize()
+    assert not device.races
