@@ -46,7 +46,6 @@ SPEC_FORMS = "torchvision:NAME, timm:NAME, hf:CONFIG.json or package.module:fact
 
 
 def nearest_spec(text: str) -> str:
-    """Return the SPEC that an invalid one most likely meant."""
     if text.endswith(".json") or os.path.isdir(text) or ("/" in text and not text.endswith(".py")):
         return f"hf:{text}"
     if text.endswith(".py"):

@@ -221,12 +221,10 @@ class StateSlots:
         return lanes.copy(lanes.out if is_out else lanes.back, storage, span, is_out=is_out, after=after).done
 
     def note_written(self, storage: torch.UntypedStorage) -> None:
-        """Note that work on the current stream has written to a slot's storage."""
         self._num_writes += 1
         self._device.note_written(storage, -self._num_writes)
 
     def release(self, piece: Piece) -> None:
-        """Free the slot of a piece, whose bytes there are not needed."""
         slot = self.slots[piece.slot]
         if slot.piece is piece:
             slot.freed = self._device.record_event(timed=False)

@@ -248,7 +248,6 @@ class DiskStates:
         return buffer.holds is not Holds.NOTHING and buffer.copy is not None and buffer.copy.is_at_rest
 
     def bring(self, part: Piece) -> None:
-        """Wait until a part's bytes, if there are any yet, are in its buffer."""
         buffer = self._claim(part)
         if buffer.holds is Holds.WRITTEN:
             self._end_write(buffer, keeps=True)

@@ -170,7 +170,6 @@ class ForwardOverlap:
         self.refuse_foreign_writes()
 
     def _join_those_over(self) -> None:
-        """Begin the copies back of pieces whose step on the host is over; nobody waits for them yet."""
         over = list(itertools.takewhile(self.stepping.is_over, self._leaving))
         if over:
             self._join(over)

@@ -116,7 +116,10 @@ class OpTrace:
 
     def learn_calls(self, taken_s: Mapping[int, float]) -> None:
         alike = dict[Any, list[float]]()
-        kinds = [_kind_of(call, module()) for call, module in zip(self.calls, self.modules, strict=True)]
+        kinds = [  # equal for a model's blocks, which take as long
+            (type(module()), _DIGITS.sub("*", call.name), call.shapes, call.saves[1] - call.saves[0])
+            for call, module in zip(self.calls, self.modules, strict=True)
+        ]
         for place, seconds in taken_s.items():
             alike.setdefault(kinds[place], []).append(seconds)
         medians_s = {kind: median(found) for kind, found in alike.items()}
@@ -134,11 +137,6 @@ class OpTrace:
         self._plans.clear()
         self._regions.clear()
         self.step, self._planner = step, None
-
-
-def _kind_of(call: ModuleCall, module: nn.Module | None) -> tuple[object, ...]:
-    """Return the common key of calls that take as long: those of a model's blocks."""
-    return type(module), _DIGITS.sub("*", call.name), call.shapes, call.saves[1] - call.saves[0]
 
 
 _MAX_TRACES = 16
