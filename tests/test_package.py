@@ -87,21 +87,21 @@ def test_layering_check_can_fail() -> None:
 
 
 MOST_LINES = {
-    "": 505,
-    "activations": 11866,
-    "cli": 1297,
-    "core": 3010,
-    "device": 1469,
+    "": 475,
+    "activations": 11278,
+    "cli": 1243,
+    "core": 2937,
+    "device": 1442,
     "distributed": 725,
-    "integrations": 831,
-    "optimizers": 562,
-    "page": 607,
-    "plan": 7630,
-    "profile": 5693,
-    "recording": 2964,
-    "states": 6447,
-    "transfer": 2304,
-    "weights": 4978,
+    "integrations": 824,
+    "optimizers": 547,
+    "page": 578,
+    "plan": 7197,
+    "profile": 5484,
+    "recording": 2827,
+    "states": 6202,
+    "transfer": 2205,
+    "weights": 4935,
 }
 """The lines that each room may have, "" for the modules beside the rooms: raised only by a commit that says what for."""
 
