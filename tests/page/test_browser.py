@@ -10,8 +10,7 @@ import pytest
 from memkit.core.sizes import format_gib
 from memkit.plan import MemoryPlan
 from memkit.profile import MemoryReport
-from tests.page.browser import needs_browser, opened
-from tests.page.reports import EVIL, plans_of, report_of_blocks, report_of_evil
+from tests.page.browser import EVIL, needs_browser, opened, plans_of, report_of_blocks, report_of_evil
 
 pytestmark = [needs_browser, pytest.mark.slow]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memkit
+from memkit.cli.main import main
 from memkit.page.document import (
     MOST_POINTS,
     MOST_STORAGES,
@@ -36,8 +38,7 @@ from memkit.plan.asked import problem_of, trace_of
 from memkit.plan.budget.planning import plan_budget_jointly
 from memkit.profile import MemoryReport
 from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory
-from tests.page.browser import needs_browser, opened
-from tests.page.reports import EVIL, Block, plans_of, profiled, report_of_blocks, report_of_evil
+from tests.page.browser import EVIL, Block, needs_browser, opened, plans_of, profiled, report_of_blocks, report_of_evil
 
 MOST_BYTES = 8 * 10**6
 _START_S = 10
@@ -302,3 +303,65 @@ def test_timeline_of_a_few_ops() -> None:
     assert list(categories_of(memory)) == ["param", "activation", "temp"]  # but for those that are never there
     for moment in range(30):
         assert sum(row[3] for row in line["storages"] if row[4] <= moment < row[5]) == memory.total_bytes[moment]
+
+
+MODEL = ["tests.page.test_document:small_model", "--input", "4096x64"]
+
+
+def small_model() -> object:
+    from torch import nn
+
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(3)])
+
+
+def test_profile_draws_the_whole_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "step.html"
+
+    assert main(["profile", *MODEL, "--device", "meta", "--html", str(page)]) == 0
+
+    data = data_of(page.read_text(encoding="utf-8"))
+    assert [phase["name"] for phase in data["timeline"]["phases"]] == ["forward", "loss", "backward"]
+    assert data["plans"] is None
+    assert "(model)" in capsys.readouterr().out
+
+
+def test_profile_on_a_device_draws_what_was_measured(tmp_path: Path) -> None:
+    page = tmp_path / "step.html"
+
+    assert main(["profile", *MODEL, "--device", "cpu", "--html", str(page)]) == 0
+
+    data = data_of(page.read_text(encoding="utf-8"))
+    assert data["timeline"]["num_moments"] > 10
+    assert any(row[8] for row in data["rows"])  # seconds of forwards
+
+
+def test_plan_draws_each_budget_and_the_optimizer(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+
+    assert main(["plan", *MODEL, "--gpu", "RTX 3090", "--optimizer", "adamw", "--steps", "3", "--html", str(page)]) == 0
+
+    data = data_of(page.read_text(encoding="utf-8"))
+    assert len(data["plans"]["rows"]) == 3
+    assert "optimizer state" in {series["key"] for series in data["timeline"]["series"]}
+    highest = max(sum(values) for values in zip(*(series["y"] for series in data["timeline"]["series"]), strict=True))
+    assert highest == pytest.approx(data["plans"]["plain_peak_bytes"], rel=0.01)
+
+
+@pytest.mark.parametrize("command", [["profile", *MODEL], ["plan", *MODEL, "--gpu", "RTX 3090"]], ids=["profile", "plan"])
+def test_missing_plotly_is_told_before_anything_runs(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "plotly" else found(name, *more))
+
+    assert main([*command, "--html", str(tmp_path / "step.html")]) != 0
+
+    error = capsys.readouterr().err
+    assert 'error: --html needs plotly; install it with pip install "plotly>=5"' in error
+    assert not (tmp_path / "step.html").exists()
+
+
+def test_file_that_cannot_be_written_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *MODEL, "--device", "meta", "--html", str(tmp_path / "missing" / "step.html")]) != 0
+
+    assert "No such file or directory" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from torch.cuda import _memory_viz
 from memkit.page.snapshot import snapshot_of
 from memkit.profile import MemoryReport
 from memkit.profile.alive import MemoryCategory
-from tests.page.reports import report_of_blocks
+from tests.page.browser import report_of_blocks
 from tests.page.test_document import memory_of_ops
 
 

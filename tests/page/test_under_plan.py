@@ -10,7 +10,7 @@ from memkit.page.under_plan import under_plan
 from memkit.plan import Action, MemoryPlan, StepTrace
 from memkit.plan.budget.planning import JointPlanner, plan_budget_jointly
 from memkit.plan.budget.problem import make_problem
-from tests.page.reports import plans_of, report_of_blocks
+from tests.page.browser import plans_of, report_of_blocks
 from tests.plan.budget.steps import gpu, layers, random_trace
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import json
+import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit import profile_memory
+from memkit.errors import ReportFormatError
 from memkit.profile import MemoryReport
 from memkit.profile.table import SORT_KEYS
 from tests.models import CASES
@@ -244,3 +252,156 @@ def test_print_of_a_profile_fits_the_terminal(capsys: pytest.CaptureFixture[str]
     memkit.profile_memory(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(2, 8))
 
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 70
+
+
+@pytest.fixture(scope="module")
+def report() -> MemoryReport:
+    case = CASES["checkpoint_reentrant"]
+    return profile_memory(case.model(), *case.inputs(), backward=True, tag="tagged", print_table=False)
+
+
+def test_json_and_its_file_bring_back_the_same_report(report: MemoryReport, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(report.to_json())
+    bare = profile_memory(nn.Identity(), torch.zeros(()), device="meta", print_table=False)  # without times or shapes
+
+    assert MemoryReport.from_json(report.to_json()) == MemoryReport.from_json(path) == report
+    assert MemoryReport.from_json(bare.to_json()) == bare
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda report: pickle.loads(pickle.dumps(report))])
+def test_reports_can_be_copied(report: MemoryReport, how: object) -> None:
+    assert how(report) == report
+
+
+def _changed(report: MemoryReport, **changes: object) -> str:
+    return json.dumps({**json.loads(report.to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not a memkit report: it is not JSON"),
+        ('{"schema": "memkit.MemoryReport", "schema_version": 3}', "has schema version 3; this memkit reads versions up to 2"),
+        ('{"schema": "memkit.MemoryReport", "schema_version": 1}', "is not a whole memkit report: KeyError: 'tag'"),
+    ],
+)
+def test_text_that_is_no_report(text: str, message: str) -> None:
+    with pytest.raises(ReportFormatError) as raised:
+        MemoryReport.from_json(text)
+
+    assert message in str(raised.value)
+    assert str(raised.value).startswith("this text")
+
+
+@pytest.mark.parametrize("changes", [{"modules": []}, {"modules": [{}]}, {"saved": [{"category": "dust"}]}, {"run": 3}])
+def test_damaged_report(report: MemoryReport, changes: dict[str, object]) -> None:
+    with pytest.raises(ReportFormatError, match="not a whole memkit report"):
+        MemoryReport.from_json(_changed(report, **changes))
+
+
+def test_times_of_children_fit_into_their_parent(report: MemoryReport) -> None:
+    rows = {row.fqn: row for row in report.modules}
+    children = sum(rows[name].forward_s for name in ("first", "block", "last"))
+
+    assert 0 < children <= report.forward_s
+
+
+def test_backward_times_add_up(report: MemoryReport) -> None:
+    rows = {row.fqn: row for row in report.modules}
+
+    assert report.backward_s == pytest.approx(rows["(model)"].backward_s + rows["(outside modules)"].backward_s)
+    assert rows["(model)"].backward_s >= rows["last"].backward_s > 0
+
+
+def test_peaks_of_children_fit_into_their_parent(report: MemoryReport) -> None:
+    rows = {row.fqn: row for row in report.modules}
+
+    assert 0 < rows["block.0"].peak_bytes <= rows["block"].peak_bytes <= rows["(model)"].peak_bytes
+    assert 0 < rows["last"].backward_peak_bytes <= rows["(model)"].backward_peak_bytes
+
+
+MIB = 2**20
+
+
+class Blocks(nn.Module):
+    def __init__(self, *, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return x
+
+
+@functools.cache
+def of_blocks(*, checkpointed: bool, optimizer: str | None = "adamw") -> MemoryReport:
+    with torch.device("meta"):
+        model, x = Blocks(checkpointed=checkpointed), torch.empty(4096, 256)
+    return memkit.profile_memory(model, x, print_table=False, optimizer=optimizer)
+
+
+def test_checkpoints_have_helped_and_parts_at_the_peak_add_up() -> None:
+    before, after = of_blocks(checkpointed=False), of_blocks(checkpointed=True)
+
+    found = before.compare(after)
+
+    assert found.helped
+    assert (found.peak.before, found.peak.after) == (before.step_peak_bytes, after.step_peak_bytes)
+    assert found.time is None
+    assert str(found).startswith(
+        f"It helped: the peak of the step went from {found.peak.before / MIB:.2f} to {found.peak.after / MIB:.2f} MiB, "
+        f"{-100 * found.peak.change:.0f} % less.\n"
+    )
+    rows = {line.rpartition(" (MiB)")[0]: line.rpartition(" (MiB)")[2].split() for line in str(found).splitlines()[4:]}
+    assert rows["... optimizer states"][2] == "+0.0"
+    assert rows["... activations"][2].startswith("-")
+    assert rows["saved activations"][0] == f"{before.activation_bytes / MIB:.2f}"
+    parts = [figure for figure in found.figures if figure.name.startswith("... ")]
+    assert sum(figure.before or 0 for figure in parts) == found.peak.before
+    assert sum(figure.after or 0 for figure in parts) == found.peak.after
+    for width in (40, 80):
+        assert max(map(len, found.to_text(width=width).splitlines())) <= width
+
+
+def test_the_same_made_no_difference_and_the_other_way_round_it_did_not_help() -> None:
+    before, after = of_blocks(checkpointed=False), of_blocks(checkpointed=True)
+
+    assert str(after.compare(before)).startswith("It did not help: ")
+    assert str(before.compare(before)).startswith("It made no difference: the peak of the step went from")
+    assert of_blocks(checkpointed=False, optimizer=None).compare(after).peak.name == "peak of the forward"
+    with pytest.raises(TypeError, match=r"or with what memkit\.stats returns; found int"):
+        before.compare(3)
+
+
+def test_times_are_compared_where_both_were_taken() -> None:
+    torch.manual_seed(0)
+    model = Blocks(checkpointed=False)
+    short = memkit.profile_memory(model, torch.randn(4, 256), backward=True, print_table=False, warmup=0)
+    rows = tuple(replace(row, forward_s=2.0, backward_s=4.0 if row.parent is None else None) for row in short.modules)
+    slow = replace(short, modules=rows)
+
+    found = slow.compare(replace(short, modules=tuple(replace(row, forward_s=1.0, backward_s=0.25) for row in short.modules)))
+
+    assert found.time is not None
+    assert found.time.before == 2.0 + 2 * 4.0  # of the model, and outside of it
+    assert f"forward and backward take {found.time.after / found.time.before:.2f} times as long" in str(found)
+
+
+def test_stats_of_memkit_are_taken() -> None:
+    device = memkit.device.ReferenceDevice()
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(256, 64)
+    before = memkit.profile_memory(model, x, backward=True, print_table=False, device="meta", target="cpu")
+    for _ in range(4):
+        with memkit.MemoryBudget("1GiB", "compared", device=device, min_bytes=1):
+            output = model(x)
+        output.sum().backward()
+        model.zero_grad()
+    stats = replace(memkit.stats("compared"), step_s=0.12, plain_s=0.1)
+
+    found = before.compare(stats)
+
+    assert (found.peak.before, found.peak.after) == (before.step_peak_bytes, stats.step_peak_bytes)
+    assert "forward and backward take 1.20 times as long" in str(found)

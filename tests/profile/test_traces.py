@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+import memkit
 from memkit import profile_memory
 from memkit.errors import ProfileError
+from tests.interrupts import count_lines, hooks_around, interrupts
 from tests.models import CASES, ConvNet
 from tests.profile.cases import Function, Holding, Ops
 
@@ -299,3 +302,37 @@ def test_users_hooks_run_and_stay() -> None:
 
     assert calls == ["pre", "post"] * 3
     assert _hooks_of(model) == 3
+
+
+EDGES = ["__enter__", "claim", "__exit__", "exit", "leave", "end_block"]
+MODEL, X = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(2, 8)
+
+
+def _profile() -> None:
+    try:
+        memkit.profile_memory(MODEL, X, print_table=False, backward=True, warmup=0)
+    except KeyboardInterrupt as error:
+        sys.last_value = error  # as Python does at its prompt; with it all frames live on
+        raise
+
+
+def _run_in_a_context() -> None:
+    with memkit.Rematerialize(1.0, "after", min_bytes=0):
+        loss = MODEL(X).sum()
+    loss.backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [_run_in_a_context, _profile])
+def test_profile_that_was_interrupted_at_its_edges_is_over(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    before = hooks_around(MODEL)
+    num_places = 0
+
+    for function in EDGES:
+        for place in interrupts(_profile, 8, within=function) if count_lines(_profile, function) else ():
+            num_places += "hooks.py" in place or "interrupts.py" in place
+            run()
+            assert hooks_around(MODEL) == before, place
+
+    assert num_places
