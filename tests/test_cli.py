@@ -371,7 +371,6 @@ def test_interrupt_is_one_line_at_any_time(when: str, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    assert child.stdout is not None
     assert child.stdout.readline() == "begun\n"
 
     child.send_signal(signal.SIGINT)

@@ -279,7 +279,6 @@ def _curve_of(picture: Path) -> list[tuple[int, float]]:
         begin, end = (float(x), float(x_end)) if number == 1 else (float(y), float(y_end))
         axes.append((begin, float(low), (float(high) - float(low)) / (end - begin)))
     line = re.search(r'<g id="line2d_\d+">\s*<path d="(M[^"]+)" clip-path', text)
-    assert line is not None
     points = [(float(x), float(y)) for x, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", line[1])]
     (x_begin, x_low, x_unit), (y_begin, y_low, y_unit) = axes
     return [(round(1024 * (x_low + (x - x_begin) * x_unit)), round(y_low + (y - y_begin) * y_unit, 1)) for x, y in points]

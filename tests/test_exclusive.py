@@ -48,7 +48,6 @@ class Context(Exclusive):
 
     def end(self, *, has_failed: bool) -> None:
         self.num_ends += 1
-        assert self.hooks is not None
         self.hooks.__exit__()
 
 

@@ -114,7 +114,6 @@ def test_timeline_stacks_what_is_there(told: dict[str, Any]) -> None:
 
 def test_peak_is_told_and_what_is_alive_there(told: dict[str, Any], report: MemoryReport) -> None:
     memory = report.step_memory
-    assert memory is not None
     largest = memory.grouped_at(memory.peak)[0]
 
     assert told["at_peak"] == told["back"] == f"At the peak: {format_gib(memory.peak_bytes)}"
@@ -124,7 +123,6 @@ def test_peak_is_told_and_what_is_alive_there(told: dict[str, Any], report: Memo
 
 def test_another_moment_can_be_looked_at(told: dict[str, Any], report: MemoryReport) -> None:
     memory = report.step_memory
-    assert memory is not None
 
     assert told["at_begin"] == f"At this moment: {format_gib(memory.total_bytes[0])}"
     assert told["alive_at_begin"] != told["alive_at_peak"]

@@ -93,7 +93,6 @@ def test_fields_are_those_that_torch_documents(kind: str, snapshot: dict[str, An
 def test_what_is_left_is_in_the_blocks(snapshot: dict[str, Any], report: MemoryReport) -> None:
     (segment,) = snapshot["segments"]
     active = [block for block in segment["blocks"] if block["state"] == "active_allocated"]
-    assert report.step_memory is not None
 
     assert max(levels_of(snapshot)) == report.step_memory.peak_bytes
     assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
@@ -132,7 +131,6 @@ def test_no_two_are_in_one_place(num_ops: int, report: MemoryReport) -> None:
 
 def test_sizes_are_rounded_as_an_allocator_does(report: MemoryReport) -> None:
     memory = report.step_memory
-    assert memory is not None
     odd = replace(memory, storages=tuple(replace(storage, num_bytes=storage.num_bytes + 1) for storage in memory.storages))
 
     snapshot = snapshot_of(replace(report, step_memory=odd))

@@ -258,11 +258,9 @@ def test_compiled_calls_count_where_they_are_run_again_and_once_in_the_step() ->
 def test_cheapest_compiled_call_is_run_again(seconds: tuple[float, ...], cheapest: set[str]) -> None:
     planner = planner_of_compiled(*seconds)
     choice = planner.best(33)
-    assert choice is not None
     assert choice.chosen == ()
     choice = planner.best(32)  # to run the last one again would take as much
 
-    assert choice is not None
     assert {planner.calls[index].name for index in choice.chosen} <= cheapest
     assert len(choice.chosen) == 1
 
@@ -359,7 +357,6 @@ def test_flat_row_keeps_to_budgets_that_single_members_do_not(costs: HostCosts) 
 
     assert alone.best(whole // 2) is None
     found = planner.best(whole // 2)
-    assert found is not None
     assert all(":" in planner.calls[index].name for index in found.chosen)
     assert planner.least().peak_bytes < whole / 5
     for choice in alone._explored():

@@ -52,7 +52,6 @@ def test_step_that_fits_with_a_budget(traced: MemoryReport) -> None:
 
     plan = memkit.plan_memory(traced, budget="3GiB", gpu="H200", optimizer="adamw")
     assert (fit.fits_as_it_is, fit.fits) == (False, True)
-    assert fit.feature is not None
     assert fit.feature.feature == 'memkit.MemoryBudget("3GiB")'
     assert fit.feature.step_s == plan.predicted_s
     assert fit.feature.peak_bytes == plan.predicted_peak_bytes <= 3 * 2**30
@@ -72,7 +71,6 @@ def test_step_that_cannot_fit_says_what_is_least(traced: MemoryReport) -> None:
     least = min(feature.least_bytes for feature in fit.features if not feature.link_bytes)
     assert memkit.plan_memory(traced, budget=least, gpu="H200", optimizer="adamw").predicted_peak_bytes <= least
     said = re.search(r"does not fit in 600 MiB: the least that memkit.MemoryBudget can keep to is ([\d.]+) GiB", str(fit))
-    assert said is not None
     assert least <= float(said[1]) * 2**30 <= least + 0.1 * 2**30
 
 
@@ -99,12 +97,10 @@ def stateful() -> MemoryReport:
 
 def test_states_that_do_not_fit_may_leave(stateful: MemoryReport) -> None:
     fit, states = stateful.fit_in("4GiB"), stateful.optimizer
-    assert states is not None
     assert states.room_bytes is not None
 
     found = fit.feature
 
-    assert found is not None
     assert found.feature == "memkit.StateOffload(optimizer)"
     assert found.peak_bytes == found.least_bytes == fit.plain_peak_bytes - states.state_bytes + states.room_bytes
     assert (found.link_bytes, found.room_bytes) == (states.state_bytes, states.room_bytes)
@@ -123,13 +119,10 @@ def test_part_of_the_states_may_stay_where_there_is_room() -> None:
         model, x = nn.Sequential(*[nn.Linear(8192, 8192) for _ in range(8)]), torch.empty(16, 8192)
     report = memkit.profile_memory(model, x, optimizer="adamw", fit="7.5GiB", print_table=False)
     fit = report.fit
-    assert fit is not None
-    assert fit.feature is not None
     assert fit.feature.peak_bytes is not None
 
     said = re.search(r'With device_budget="([\d.]+)GiB" a part of them stays there\.', str(fit))
 
-    assert said is not None
     assert 0 <= 0.9 * 7.5 - fit.feature.peak_bytes / 2**30 - float(said[1]) < 0.01
 
 
@@ -179,10 +172,7 @@ def test_answer_with_states_goes_with_the_report_and_one_of_before_is_read(state
 
     again = MemoryReport.from_json(json.dumps(content))
 
-    assert again.optimizer is not None
     assert again.optimizer.room_bytes is None
-    assert again.fit is not None
-    assert again.fit.feature is not None
     assert again.fit.feature.link_bytes == 0
     assert "StateOffload" not in str(again.fit_in("4GiB"))
 
@@ -234,7 +224,6 @@ def test_run_with_data_is_fitted_by_a_trace_without() -> None:
 
     assert report.run.device == "cpu"
     assert report.forward_s is not None
-    assert report.fit is not None
     assert report.fit.fits_as_it_is
 
 

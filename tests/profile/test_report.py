@@ -190,7 +190,6 @@ def test_list_at_the_peak_is_largest_first_and_complete(llama: MemoryReport) -> 
     text = llama.peak_to_text(top=None)
 
     memory = llama.step_memory
-    assert memory is not None
     sizes = [float(line.split()[0]) for line in text.splitlines()[4:]]
     assert sizes == sorted(sizes, reverse=True)
     assert sum(sizes) == pytest.approx(memory.peak_bytes / 2**20, abs=0.01 * len(sizes))
@@ -214,13 +213,11 @@ def test_list_at_the_peak_folds_modules(llama: MemoryReport) -> None:
 
 def test_rest_of_the_list_is_summed(llama: MemoryReport) -> None:
     memory = llama.step_memory
-    assert memory is not None
 
     lines = llama.peak_to_text(top=3).splitlines()
 
     shown = sum(float(line.split()[0]) for line in lines[4:7])
     rest = re.fullmatch(r"\.\.\. and \d+ more: ([\d.]+) MiB", lines[-1])
-    assert rest is not None
     assert shown + float(rest[1]) == pytest.approx(memory.peak_bytes / 2**20, abs=0.05)
 
 
@@ -385,7 +382,6 @@ def test_times_are_compared_where_both_were_taken() -> None:
 
     found = slow.compare(replace(short, modules=tuple(replace(row, forward_s=1.0, backward_s=0.25) for row in short.modules)))
 
-    assert found.time is not None
     assert found.time.before == 2.0 + 2 * 4.0  # of the model, and outside of it
     assert f"forward and backward take {found.time.after / found.time.before:.2f} times as long" in str(found)
 
