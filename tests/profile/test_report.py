@@ -7,6 +7,7 @@ import functools
 import json
 import pickle
 import re
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from memkit.errors import ReportFormatError
 from memkit.profile import MemoryReport
 from memkit.profile.table import SORT_KEYS
 from tests.models import CASES
+from tests.profile.cases import Holding
 from tests.profile.traced import LlamaBlock
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -99,9 +101,7 @@ def test_identical_siblings_are_one_row_with_their_sum_unless_all_are_asked_for(
 
 def test_rows_that_differ_or_have_names_are_not_put_together() -> None:
     report = _meta(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8)), torch.randn(2, 4))
-    named = nn.Sequential()
-    for name in ("first", "second"):
-        named.add_module(name, nn.Linear(4, 4))
+    named = nn.Sequential(OrderedDict(first=nn.Linear(4, 4), second=nn.Linear(4, 4)))
 
     assert "[0-1] (x2)" in str(report)
     assert "\n2 " in str(report)
@@ -109,21 +109,17 @@ def test_rows_that_differ_or_have_names_are_not_put_together() -> None:
 
 
 def test_different_shapes_are_counted() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    twice = Holding(lambda self, x: self.linear(x) + self.linear(x[:1]), linear=nn.Linear(4, 4))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) + self.linear(x[:1])
-
-    assert "(2, 4) x2 kinds" in str(_meta(Twice(), torch.randn(2, 4)))
+    assert "(2, 4) x2 kinds" in str(_meta(twice, torch.randn(2, 4)))
 
 
 @pytest.mark.parametrize("view", [{"depth": -1}, {"top": -1}, {"top": 1.5}, {"sort_by": "colour"}])
 def test_views_that_do_not_exist(resnet50: MemoryReport, view: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="must be"):
         resnet50.to_text(**view)
+    with pytest.raises(AttributeError, match=r"MemoryReport\.to_csv was removed in 0\.2; use to_json"):
+        resnet50.to_csv()
 
 
 def test_notebooks_show_a_table(resnet50: MemoryReport) -> None:
@@ -133,11 +129,6 @@ def test_notebooks_show_a_table(resnet50: MemoryReport) -> None:
     assert "20974.20 MiB" in html
     Script = type("<script>", (nn.Identity,), {})  # noqa: N806 - a class
     assert "<script>" not in _meta(Script(), torch.zeros(1))._repr_html_()
-
-
-def test_what_was_removed_says_what_to_use(resnet50: MemoryReport) -> None:
-    with pytest.raises(AttributeError, match=r"MemoryReport\.to_csv was removed in 0\.2; use to_json"):
-        resnet50.to_csv()
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +148,7 @@ def test_peak_in_words(resnet: MemoryReport) -> None:
         "Of 21.0 GiB at the peak of the step (in the backward of layer4.2.relu): activations 20.3, temporaries 0.2, "
         "optimizer states 0.2, inputs 0.1."
     )
+    assert "\ngradients: 97.50 MiB\nstates of AdamW: 194.98 MiB\n" in str(resnet)
 
 
 def test_figures_in_words_add_up(llama: MemoryReport) -> None:
@@ -167,23 +159,17 @@ def test_figures_in_words_add_up(llama: MemoryReport) -> None:
     assert sum(parts) == pytest.approx(total, abs=0.05 * (len(parts) + 1))
 
 
-def test_small_steps_are_told_in_smaller_units() -> None:
-    report = memkit.profile_memory(nn.Linear(8, 8), torch.ones(2, 8), backward=True, print_table=False)
-
-    assert sentence(report).startswith("Of 0.7 KiB at the peak of the step (in the backward of the model itself): param")
-
-
-def test_forward_alone_says_nothing_of_a_step() -> None:
-    report = memkit.profile_memory(nn.Linear(8, 8), torch.ones(2, 8), print_table=False)
-
-    assert "peak of the step" not in str(report)
-    assert report.peak_to_text() == (
-        "what is alive at the peak of the step is known of a profile with backward=True (--backward)."
+def test_small_steps_are_told_in_smaller_units_and_a_forward_alone_says_nothing_of_a_step() -> None:
+    small, forward = (
+        memkit.profile_memory(nn.Linear(8, 8), torch.ones(2, 8), backward=backward, print_table=False)
+        for backward in (True, False)
     )
 
-
-def test_gradients_and_states_have_lines(resnet: MemoryReport) -> None:
-    assert "\ngradients: 97.50 MiB\nstates of AdamW: 194.98 MiB\n" in str(resnet)
+    assert sentence(small).startswith("Of 0.7 KiB at the peak of the step (in the backward of the model itself): param")
+    assert "peak of the step" not in str(forward)
+    assert forward.peak_to_text() == (
+        "what is alive at the peak of the step is known of a profile with backward=True (--backward)."
+    )
 
 
 def test_list_at_the_peak_is_largest_first_and_complete(llama: MemoryReport) -> None:
@@ -271,51 +257,32 @@ def test_reports_can_be_copied(report: MemoryReport, how: object) -> None:
     assert how(report) == report
 
 
-def _changed(report: MemoryReport, **changes: object) -> str:
-    return json.dumps({**json.loads(report.to_json()), **changes})
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "is not a memkit report: it is not JSON"),
         ('{"schema": "memkit.MemoryReport", "schema_version": 3}', "has schema version 3; this memkit reads versions up to 2"),
         ('{"schema": "memkit.MemoryReport", "schema_version": 1}', "is not a whole memkit report: KeyError: 'tag'"),
+        *((changes, "not a whole") for changes in ({"modules": [{}]}, {"saved": [{"category": "dust"}]}, {"run": 3})),
+        ({"modules": []}, "not a whole memkit report"),
     ],
 )
-def test_text_that_is_no_report(text: str, message: str) -> None:
-    with pytest.raises(ReportFormatError) as raised:
-        MemoryReport.from_json(text)
+def test_text_that_is_no_report(text: str | dict[str, object], message: str, report: MemoryReport) -> None:
+    damaged = text if isinstance(text, str) else json.dumps({**json.loads(report.to_json()), **text})
 
-    assert message in str(raised.value)
-    assert str(raised.value).startswith("this text")
-
-
-@pytest.mark.parametrize("changes", [{"modules": []}, {"modules": [{}]}, {"saved": [{"category": "dust"}]}, {"run": 3}])
-def test_damaged_report(report: MemoryReport, changes: dict[str, object]) -> None:
-    with pytest.raises(ReportFormatError, match="not a whole memkit report"):
-        MemoryReport.from_json(_changed(report, **changes))
+    with pytest.raises(ReportFormatError, match=f"^this text .*{message}"):
+        MemoryReport.from_json(damaged)
 
 
-def test_times_of_children_fit_into_their_parent(report: MemoryReport) -> None:
+def test_times_and_peaks_of_children_fit_into_their_parents(report: MemoryReport) -> None:
     rows = {row.fqn: row for row in report.modules}
-    children = sum(rows[name].forward_s for name in ("first", "block", "last"))
+    model, last = rows["(model)"], rows["last"]
 
-    assert 0 < children <= report.forward_s
-
-
-def test_backward_times_add_up(report: MemoryReport) -> None:
-    rows = {row.fqn: row for row in report.modules}
-
-    assert report.backward_s == pytest.approx(rows["(model)"].backward_s + rows["(outside modules)"].backward_s)
-    assert rows["(model)"].backward_s >= rows["last"].backward_s > 0
-
-
-def test_peaks_of_children_fit_into_their_parent(report: MemoryReport) -> None:
-    rows = {row.fqn: row for row in report.modules}
-
-    assert 0 < rows["block.0"].peak_bytes <= rows["block"].peak_bytes <= rows["(model)"].peak_bytes
-    assert 0 < rows["last"].backward_peak_bytes <= rows["(model)"].backward_peak_bytes
+    assert 0 < sum(rows[name].forward_s for name in ("first", "block", "last")) <= report.forward_s
+    assert report.backward_s == pytest.approx(model.backward_s + rows["(outside modules)"].backward_s)
+    assert model.backward_s >= last.backward_s > 0
+    assert 0 < rows["block.0"].peak_bytes <= rows["block"].peak_bytes <= model.peak_bytes
+    assert 0 < last.backward_peak_bytes <= model.backward_peak_bytes
 
 
 MIB = 2**20
@@ -374,13 +341,12 @@ def test_the_same_made_no_difference_and_the_other_way_round_it_did_not_help() -
 
 
 def test_times_are_compared_where_both_were_taken() -> None:
-    torch.manual_seed(0)
     model = Blocks(checkpointed=False)
     short = memkit.profile_memory(model, torch.randn(4, 256), backward=True, print_table=False, warmup=0)
-    rows = tuple(replace(row, forward_s=2.0, backward_s=4.0 if row.parent is None else None) for row in short.modules)
-    slow = replace(short, modules=rows)
+    rows = [replace(row, forward_s=2.0, backward_s=4.0 if row.parent is None else None) for row in short.modules]
+    fast = [replace(row, forward_s=1.0, backward_s=0.25) for row in short.modules]
 
-    found = slow.compare(replace(short, modules=tuple(replace(row, forward_s=1.0, backward_s=0.25) for row in short.modules)))
+    found = replace(short, modules=tuple(rows)).compare(replace(short, modules=tuple(fast)))
 
     assert found.time.before == 2.0 + 2 * 4.0  # of the model, and outside of it
     assert f"forward and backward take {found.time.after / found.time.before:.2f} times as long" in str(found)
