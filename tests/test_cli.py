@@ -47,15 +47,6 @@ def test_resnet50_figures(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-@pytest.mark.slow
-def test_module_runs_as_a_program() -> None:
-    command = [sys.executable, "-m", "memkit", *RESNET, "--depth", "0"]
-
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-
-    assert "parameters in all: 44.59 MiB" in done.stdout
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(capsys, "--version")[:2] == (0, f"memkit {__version__}, torch {metadata.version('torch')}\n")
 
@@ -70,25 +61,31 @@ def test_cpu_run_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.splitlines()[-1].endswith(" ms")
 
 
+def _in_a_folder(monkeypatch: pytest.MonkeyPatch, path: Path, text: str) -> None:
+    """Go where a module is."""
+    path.write_text(text)
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+_ZOO = """
+from torch import nn
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+    def forward(self, tokens, mask):
+        return self.embedding(tokens) * mask[..., None]
+class Zoo:
+    two_inputs = staticmethod(lambda: Two())
+ready = nn.Linear(4, 4)
+"""
+
+
 def test_model_from_the_current_folder(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_models.py").write_text(
-        "from torch import nn\n"
-        "class Zoo:\n"
-        "    @staticmethod\n"
-        "    def two_inputs():\n"
-        "        class Two(nn.Module):\n"
-        "            def __init__(self):\n"
-        "                super().__init__()\n"
-        "                self.embedding = nn.Embedding(10, 4)\n"
-        "            def forward(self, tokens, mask):\n"
-        "                return self.embedding(tokens) * mask[..., None]\n"
-        "        return Two()\n"
-        "ready = nn.Linear(4, 4)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    _in_a_folder(monkeypatch, tmp_path / "my_models.py", _ZOO)
     inputs = ["--input", "2x3:int64", "--input", "2x3:bool", "--device", "cpu"]
 
     status, out, _ = run_command(capsys, "profile", "my_models:Zoo.two_inputs", *inputs)
@@ -221,21 +218,16 @@ def test_failures_of_the_model_are_one_line_and_status_one(
     assert_fails(capsys, arguments, message, status=1)
 
 
-def test_output_is_checked_before_therun_command(
+def test_output_is_checked_before_the_run_and_a_failed_run_leaves_no_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = tmp_path / "report.json"
+    run_command(capsys, "profile", "torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta", "--json", str(path))
     monkeypatch.setattr(specs, "profile_memory", lambda *_, **__: pytest.fail("it ran"))
 
     status, _, err = run_command(capsys, *RESNET, "--json", str(tmp_path))
 
     assert (status, "Is a directory" in err) == (2, True)
-
-
-def test_a_failed_run_leaves_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-
-    run_command(capsys, "profile", "torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta", "--json", str(path))
-
     assert not path.exists()
 
 
@@ -259,7 +251,7 @@ def test_interrupt_ends_quietly(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 def test_what_takes_long_shows_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = threading.Event()
+    shown, command = threading.Event(), ["profile", "torch.nn:ReLU", "--input", "2", "--device", "meta"]
 
     def build(*_: object) -> torch.nn.Module:
         assert shown.wait(300)
@@ -269,17 +261,11 @@ def test_what_takes_long_shows_progress(capsys: pytest.CaptureFixture[str], monk
         print(*args, **options)
         shown.set()
 
+    assert run_command(capsys, *command)[2] == ""
     monkeypatch.setattr(progress._Progress, "PATIENCE_S", 0.0)
     monkeypatch.setattr(progress, "print", show, raising=False)
     monkeypatch.setattr(specs, "build_model", build)
-
-    _, _, err = run_command(capsys, "profile", "my:model", "--input", "2", "--device", "meta")
-
-    assert err.startswith("memkit: building my:model ...\n")
-
-
-def test_what_is_quick_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(capsys, "profile", "torch.nn:ReLU", "--input", "2", "--device", "meta")[2] == ""
+    assert run_command(capsys, *command)[2].startswith("memkit: building torch.nn:ReLU ...\n")
 
 
 @pytest.mark.parametrize(
@@ -307,11 +293,8 @@ def test_budgets_are_shares_or_bytes(text: str, budgets: list[float | str]) -> N
 def test_models_that_cannot_be_built_on_meta_are_built_with_data(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "reads_values.py").write_text(
-        "import torch\ndef model():\n    return torch.nn.Dropout(float(torch.linspace(0, 0.5, 3)[1]))\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    text = "import torch\ndef model():\n    return torch.nn.Dropout(float(torch.linspace(0, 0.5, 3)[1]))\n"
+    _in_a_folder(monkeypatch, tmp_path / "reads_values.py", text)
 
     assert run_command(capsys, "profile", "reads_values:model", "--input", "2", "--device", "meta")[0] == 0
 
@@ -392,13 +375,13 @@ SMALL = ["torchvision:resnet18", "--input", "8x3x64x64", "--device", "meta"]
 
 @pytest.fixture
 def reports(tmp_path: Path) -> tuple[Path, Path]:
-    """A report of a batch of 8, and one of a batch of 4."""
+    """A report of a batch of 4096, and one of a batch of 1024."""
     paths = tmp_path / "before.json", tmp_path / "after.json"
     with torch.device("meta"):
         model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
     for path, batch in zip(paths, (4096, 1024), strict=True):
         x = torch.empty(batch, 256, device="meta")
-        path.write_text(memkit.profile_memory(model, x, backward=True, trace=True, print_table=False).to_json())
+        path.write_text(profile_memory(model, x, backward=True, trace=True, print_table=False).to_json())
     return paths
 
 
@@ -437,19 +420,12 @@ def test_did_it_help(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Pa
 
 
 def test_json_to_standard_output_is_all_that_goes_there(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run_command(capsys, "profile", *SMALL, "--json", "-")
+    plan = ["plan", *SMALL[:3], "--gpu", "H200", "--budget", "1.0"]
 
-    assert status == 0
-    assert MemoryReport.from_json(out).tag == "torchvision:resnet18"
+    (_, profiled, _), (_, planned, _) = (run_command(capsys, *it, "--json", "-") for it in (["profile", *SMALL], plan))
 
-
-def test_plan_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = ["torchvision:resnet18", "--input", "8x3x64x64", "--gpu", "H200", "--budget", "1.0"]
-
-    status, out, _ = run_command(capsys, "plan", *spec, "--json", "-")
-
-    assert status == 0
-    assert json.loads(out)["schema"] == "memkit.Front"
+    assert MemoryReport.from_json(profiled).tag == "torchvision:resnet18"
+    assert json.loads(planned)["schema"] == "memkit.Front"
 
 
 @pytest.mark.parametrize("how", [[], ["--peak"], ["--full"], ["after"]], ids=str)
@@ -502,9 +478,9 @@ def test_report_without_a_trace_says_what_to_do(capsys: pytest.CaptureFixture[st
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run_command(
-        capsys, "profile", "torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta", "--debug"
-    )
+    of_four = ["torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta"]
+
+    status, out, err = run_command(capsys, "profile", *of_four, "--debug")
 
     assert (status, out) == (1, "")
     assert "Traceback (most recent call last):" in err
@@ -512,20 +488,23 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.splitlines()[-1].startswith("memkit: error: RuntimeError: ")
 
 
+_WARNING = r"""
+import warnings
+from torch import nn
+class Model(nn.Linear):
+    def forward(self, x):
+        warnings.warn('use\nanother')
+        warnings.warn('for developers', DeprecationWarning)
+        return super().forward(x)
+def model():
+    return Model(2, 2)
+"""
+
+
 def test_warnings_are_shown_once_and_as_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "warning_models.py").write_text(
-        "import warnings\nfrom torch import nn\n"
-        "class Model(nn.Linear):\n"
-        "    def forward(self, x):\n"
-        "        warnings.warn('use\\nanother')\n"
-        "        warnings.warn('for developers', DeprecationWarning)\n"
-        "        return super().forward(x)\n"
-        "def model():\n    return Model(2, 2)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    _in_a_folder(monkeypatch, tmp_path / "warning_models.py", _WARNING)
     monkeypatch.setattr(sys, "warnoptions", [])
 
     _, _, err = run_command(capsys, "profile", "warning_models:model", "--input", "2x2", "--device", "cpu", "--backward")

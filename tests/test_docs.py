@@ -128,17 +128,13 @@ def _words(text: str) -> str:
     return " ".join(re.sub(r"torch \d\S*", "torch", text).split())
 
 
-def _commands_with_samples(page: Path) -> list[tuple[str, str]]:
-    return re.findall(r"^```console\n(.*?)^```\n\n^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-
-
 @pytest.mark.slow
 def test_page_of_answers_shows_what_its_commands_print(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("torchvision")
     monkeypatch.chdir(tmp_path)  # where they write files
-    samples = _commands_with_samples(ROOT / "docs" / "answers.md")
+    text = (ROOT / "docs" / "answers.md").read_text()
+    samples = re.findall(r"^```console\n(.*?)^```\n\n^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
     assert len(samples) == 5
     for commands, shown in samples:
@@ -148,20 +144,16 @@ def test_page_of_answers_shows_what_its_commands_print(
         assert " ".join(shown.removesuffix("\n...\n").split()) in printed, commands
 
 
-def _pasted(page: Path) -> list[str]:
-    """Return the commands in blocks of a page that have a prompt."""
-    blocks = [block.replace("\\\n", "") for block in _blocks(page, "console")]
-    return [" ".join(command.split()) for block in blocks for command in re.findall(r"^\$ (.+)$", block, re.MULTILINE)]
-
-
 def test_six_questions_have_the_commands_that_are_answered() -> None:
-    answered = set(_pasted(ROOT / "docs" / "answers.md"))
-    asked = re.findall(r"^\| [^|]+\? \| `(memkit [^`]+)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    before = _pasted(ROOT / "README.md")
+    def pasted(page: Path) -> list[str]:
+        blocks = [block.replace("\\\n", "") for block in _blocks(page, "console")]
+        return [" ".join(command.split()) for block in blocks for command in re.findall(r"^\$ (.+)$", block, re.MULTILINE)]
 
-    assert len(asked) == 5
-    assert len(before) == 2
-    assert {*asked, *before} <= answered
+    asked = re.findall(r"^\| [^|]+\? \| `(memkit [^`]+)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    before = pasted(ROOT / "README.md")
+
+    assert (len(asked), len(before)) == (5, 2)
+    assert {*asked, *before} <= set(pasted(ROOT / "docs" / "answers.md"))
 
 
 def _commands_of_memkit(page: Path) -> list[str]:
@@ -241,13 +233,6 @@ def test_readme_commands_are_the_ones_that_ci_runs() -> None:
     assert all(command in ci for command in run_and_test)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
-
-
 @pytest.mark.parametrize("name", sorted(module.name for module in pkgutil.walk_packages(memkit.__path__, prefix="memkit.")))
 def test_examples_in_docstrings_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("linecache.checkcache", lambda *_: None)  # of all files, which a debugger that is made each time does
@@ -315,15 +300,13 @@ def _without_bounds(text: str) -> list[list[str]]:
 def test_page_on_planning_knows_the_gpus() -> None:
     text = (ROOT / "docs" / "plan.md").read_text()
     found = re.findall(r"^\| ([\w -]+) \| ([\d.]+) \| (\d+) \| (\d+), (\d+) \| ", text, re.MULTILINE)
-    rows = {row[0]: row[1:] for row in found}
 
-    assert rows == {
-        name: (
+    assert {name: figures for name, *figures in found} == {
+        name: [
             f"{spec.memory_bytes / 2**30:g}",
             f"{spec.bytes_per_s / 1e9:.0f}",
-            f"{spec.flops_per_s['bfloat16'] / 1e12:.0f}",
-            f"{spec.flops_per_s['float32'] / 1e12:.0f}",
-        )
+            *(f"{spec.flops_per_s[dtype] / 1e12:.0f}" for dtype in ("bfloat16", "float32")),
+        ]
         for name, spec in GPUS.items()
     }
 
@@ -341,12 +324,7 @@ def _without_code(text: str) -> str:
 
 def _toctrees() -> list[str]:
     """Return the entries of all toctrees, patterns included."""
-    blocks = [
-        block
-        for page in _OF_DOCS
-        for block in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    ]
-    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    lines = [line.strip() for page in _OF_DOCS for block in _blocks(page, r"\{toctree\}") for line in block.splitlines()]
     return [line for line in lines if line and not line.startswith(":")]
 
 
@@ -392,12 +370,13 @@ def test_page_of_a_feature_is_short_and_has_what_readers_look_for(name: str) -> 
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_a_heading(page: Path) -> None:
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
     text = _without_code(page.read_text())
     for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", text):
         if not target.startswith("http"):
-            found = page if not target else (page.parent / target).resolve()
-            assert anchor in _anchors(found), f"{target}#{anchor}"
+            assert anchor in _anchors((page.parent / target).resolve() if target else page), f"{target}#{anchor}"
     for target in re.findall(r"\{doc\}`(?:[^`<]*<)?([\w/.-]+)>?`", text):
         assert (page.parent / f"{target}.md").exists(), target
     for target in re.findall(r"\{ref\}`(?:[^`<]*<)?([\w-]+)>?`", text):
@@ -440,17 +419,11 @@ def test_extras_of_the_page_on_installing_exist() -> None:
 
 
 def test_readme_fits_a_model_in_12_gib_by_one_call_with_one_argument() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    calls = [
-        node
-        for block in blocks
-        for node in ast.walk(ast.parse(block))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "memkit.MemoryBudget"
-    ]
+    nodes = [node for block in _blocks(ROOT / "README.md", "python") for node in ast.walk(ast.parse(block))]
 
-    (call,) = calls
-    assert [ast.literal_eval(argument) for argument in call.args] == ["12GiB"]
-    assert call.keywords == []
+    assert [ast.unparse(node) for node in nodes if isinstance(node, ast.Call) and "MemoryBudget" in ast.unparse(node.func)] == [
+        "memkit.MemoryBudget('12GiB')"
+    ]
 
 
 @pytest.mark.slow
