@@ -28,6 +28,17 @@ def model_of_layers() -> nn.Sequential:
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
 
 
+def states_of_a_model(**options: Any) -> memkit.StateOffload:
+    """Return the states of an optimizer that has made two steps."""
+    model = model_of_layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    states = memkit.StateOffload(optimizer, device=ReferenceDevice(), **options)
+    for _ in range(2):
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+    return states
+
+
 def test_budget_tells_predicted_beside_actual() -> None:
     model = model_of_layers()
     budget = memkit.MemoryBudget(0.8, "live", device=ReferenceDevice(), min_bytes=1024)
@@ -118,27 +129,15 @@ def test_values_of_several_models_that_stream_are_sums_but_for_peaks() -> None:
 
 
 def test_states_tell_where_they_are_and_those_of_several_are_added_up() -> None:
-    opened = []
-    for _ in range(2):
-        model = model_of_layers()
-        optimizer = torch.optim.AdamW(model.parameters())
-        opened.append(memkit.StateOffload(optimizer, device=ReferenceDevice()))
-        for _ in range(2):
-            model(torch.randn(4, 64)).sum().backward()
-            optimizer.step()
+    opened = [states_of_a_model() for _ in range(2)]
     one, other = (states.stats() for states in opened)
 
     values = memkit.live_values(*opened)
 
+    names = {"host": "host", "room": "room", "resident": "resident", "moved_in": "h2d", "moved_out": "d2h"}
     assert values == {
-        f"memkit/states/{name}_gib": (getattr(one, field) + getattr(other, field)) / GIB
-        for name, field in (
-            ("host", "host_bytes"),
-            ("room", "room_bytes"),
-            ("resident", "resident_bytes"),
-            ("moved_in", "h2d_bytes"),
-            ("moved_out", "d2h_bytes"),
-        )
+        f"memkit/states/{name}_gib": (getattr(one, f"{field}_bytes") + getattr(other, f"{field}_bytes")) / GIB
+        for name, field in names.items()
     }
     assert all(value > 0 for name, value in values.items() if name != "memkit/states/resident_gib")
     for states in opened:
@@ -146,13 +145,7 @@ def test_states_tell_where_they_are_and_those_of_several_are_added_up() -> None:
 
 
 def test_states_on_a_disk_are_told_where_there_are_some(tmp_path: Path) -> None:
-    model = model_of_layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with memkit.StateOffload(optimizer, disk=memkit.Disk(tmp_path, limit="1MiB"), device=ReferenceDevice()) as states:
-        for _ in range(2):
-            model(torch.randn(4, 64)).sum().backward()
-            optimizer.step()
-
+    with states_of_a_model(disk=memkit.Disk(tmp_path, limit="1MiB")) as states:
         values, stats = memkit.live_values(states), states.stats()
 
     found = [values[f"memkit/states/{name}_gib"] * GIB for name in ("disk", "read", "written")]
@@ -205,23 +198,17 @@ def test_a_label_asks_for_names_only_where_a_profiler_runs() -> None:
 
 @pytest.mark.parametrize("kind", ["offload", "remat"])
 def test_plans_and_deviations_are_logged(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    device = ReferenceDevice()
-    x = leaf_on(device.torch_device)
+    device, make = ReferenceDevice(), memkit.CPUOffload if kind == "offload" else memkit.Rematerialize
+    x, window = leaf_on(device.torch_device), {"window_bytes": 0} if kind == "offload" else {}
 
-    def context() -> object:
-        if kind == "offload":
-            return memkit.CPUOffload(0.5, "logged", min_bytes=0, window_bytes=0, device=device)
-        return memkit.Rematerialize(0.5, "logged", min_bytes=0, device=device)
+    def run(units: list[int]) -> list[str]:
+        caplog.clear()
+        step(x, units, lambda: make(0.5, "logged", min_bytes=0, device=device, **window))  # type: ignore[arg-type]
+        return [record.getMessage() for record in caplog.records]
 
     with caplog.at_level(logging.DEBUG, logger="memkit"):
-        for _ in range(4):  # the plan is made again once it is known what each op takes
-            step(x, [1] * 6, context)  # type: ignore[arg-type]
-        known = [record.getMessage() for record in caplog.records]
-        caplog.clear()
-        step(x, [1] * 6, context)  # type: ignore[arg-type]
-        steady = list(caplog.records)
-        step(x, [1, 1, 2, 1], context)  # type: ignore[arg-type]
+        known = [text for _ in range(4) for text in run([1] * 6)]  # planned again once it is known what each op takes
+        assert not run([1] * 6)
+        assert run([1, 1, 2, 1])
 
     assert any(text.endswith("offload 3.00 KiB of 6.00 KiB, in 6 storages") or "recompute 3.00 KiB" in text for text in known)
-    assert not steady
-    assert caplog.records

@@ -109,20 +109,15 @@ def test_steps_of_engines_take_turns_after_one_of_each() -> None:
     def named(name: str) -> Callable[[], Any]:
         return lambda: (entered.append(name), measuring.plain())[1]
 
-    engines = {"a": named("a"), "b": named("b")}
-    found = bench_module("alternating").alternate(layers(torch.randn(4, 16)), engines, ReferenceDevice(), num_steps=2)
+    alternating, engines = bench_module("alternating"), {"a": named("a"), "b": named("b")}
+    found = alternating.alternate(layers(torch.randn(4, 16)), engines, ReferenceDevice(), num_steps=2)
+    steps = [_step(seconds, peak_allocated_bytes=peak) for seconds, peak in ((1.0, 5), (9.0, 7), (2.0, 6))]
+    median = alternating.median_of(steps)
 
     assert entered == ["a", "b"] * 3
     assert set(found) == {"a", "b"}
     assert found["a"].step_s >= max(found["a"].forward_s, found["a"].backward_s)
-
-
-def test_medians_and_the_largest_peak_are_told() -> None:
-    steps = [_step(seconds, peak_allocated_bytes=peak) for seconds, peak in ((1.0, 5), (9.0, 7), (2.0, 6))]
-
-    found = bench_module("alternating").median_of(steps)
-
-    assert (found.step_s, found.peak_allocated_bytes) == (2.0, 7)
+    assert (median.step_s, median.peak_allocated_bytes) == (2.0, 7)  # the largest peak
 
 
 def test_roofline_is_the_longer_of_computing_and_copying_each_way() -> None:
@@ -214,15 +209,8 @@ def test_figures_are_those_of_later_steps_beside_checkpointed_ones() -> None:
 def test_peak_is_seen_though_others_reset_the_counter() -> None:
     class Counter(MemoryCounter):
         most = now = 0
-
-        def allocated_bytes(self) -> int:
-            return self.now
-
-        def peak_bytes(self) -> int:
-            return self.most
-
-        def peak_reserved_bytes(self) -> None:
-            return None
+        allocated_bytes, peak_bytes = (lambda self: self.now), (lambda self: self.most)
+        peak_reserved_bytes = int
 
         def reset_peak(self) -> None:
             self.most = self.now
@@ -261,9 +249,6 @@ def test_loss_in_pieces_has_the_gradients_of_the_whole() -> None:
         torch.testing.assert_close(found[name], parameter.grad, msg=name)
 
 
-measure = measuring.measure
-
-
 def _workload(seen: Callable[[], None] = lambda: None) -> Workload:
     return layers(torch.randn(4, 16), num_layers=3, seen=seen)
 
@@ -277,14 +262,14 @@ def test_measures_so_many_steps_in_contexts_of_their_own_after_the_warm_up() -> 
         return memkit.CPUOffload(1.0, "engine", min_bytes=0, device=device)
 
     device = ReferenceDevice()
-    found = measure(workload, engine, device, num_steps=3, num_warmup=2, after_warmup=lambda: calls.append("warm"))
+    found = measuring.measure(workload, engine, device, num_steps=3, num_warmup=2, after_warmup=lambda: calls.append("warm"))
 
     assert calls == ["context", "step"] * 2 + ["warm"] + ["context", "step"] * 3
     assert found.num_steps == 3
     assert found.step_s >= max(found.forward_s, found.backward_s) > 0
     assert all(param.grad is None for param in workload.model.parameters())
     assert memkit.stats("engine").num_iterations == 5
-    assert measure(_workload(), measuring.plain, CpuDevice(), num_steps=1, num_warmup=0).peak_allocated_bytes is None
+    assert measuring.measure(_workload(), measuring.plain, CpuDevice(), num_steps=1, num_warmup=0).peak_allocated_bytes is None
 
 
 def test_steps_in_a_row_follow_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,11 +277,10 @@ def test_steps_in_a_row_follow_without_a_wait(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(device, "synchronize", lambda: calls.append("wait"))
     workload = _workload(lambda: calls.append("step"))
 
-    found = measure(workload, measuring.plain, device, num_steps=2, num_warmup=1, num_in_a_row=3)
+    found = measuring.measure(workload, measuring.plain, device, num_steps=2, num_warmup=1, num_in_a_row=3)
 
     assert calls == ["wait", "step", "wait"] * 3 + ["step"] * 4 + ["wait"]
     assert found.num_steps == 2
-    assert found.in_a_row_s is not None
     assert found.in_a_row_s > 0
 
 
@@ -305,7 +289,7 @@ def test_without_a_backward_there_is_no_grad_mode_and_no_loss() -> None:
     workload = _workload(lambda: modes.append(torch.is_grad_enabled()))
     forward_only = replace(workload, backward=False, loss=lambda _: pytest.fail("a loss"))
 
-    found = measure(forward_only, measuring.plain, CpuDevice(), num_steps=2, num_warmup=0)
+    found = measuring.measure(forward_only, measuring.plain, CpuDevice(), num_steps=2, num_warmup=0)
 
     assert modes == [False, False]
     assert found.backward_s == 0
@@ -323,16 +307,11 @@ def _gradients(workload: Workload, context: object) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["save_on_cpu", "synchronous", "checkpointed"])
 def test_engines_change_no_gradient(name: str) -> None:
     workload = _workload()
-    made = {
-        "save_on_cpu": measuring.save_on_cpu,
-        "synchronous": lambda: measuring.synchronous(10**6, min_bytes=0),
-        "checkpointed": lambda: measuring.checkpointed(workload.model),
-    }[name]()
+    given, options = {"synchronous": ((10**6,), {"min_bytes": 0}), "checkpointed": ((workload.model,), {})}.get(name, ((), {}))
 
-    found = _gradients(workload, made)
+    found = _gradients(workload, getattr(measuring, name)(*given, **options))
 
-    for one, other in zip(found, _gradients(workload, nullcontext()), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, found, _gradients(workload, nullcontext())))
 
 
 def test_blocks_are_the_members_of_uniform_lists_and_checkpointing_is_taken_off_again() -> None:
@@ -362,8 +341,7 @@ def test_checkpointing_suits_the_model(model: nn.Module, name: str) -> None:
     ((found, engine),) = measuring.checkpointing(model).items()
 
     assert found == name
-    for one, other in zip(_gradients(workload, engine()), _gradients(workload, nullcontext()), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, _gradients(workload, engine()), _gradients(workload, nullcontext())))
 
 
 PAGES = {name: BENCHMARKS / f"{name}_h200_2026-11.md" for name in ("budget", "states", "steady")}
@@ -478,6 +456,9 @@ def test_page_has_a_place_for_steps_of_states() -> None:
 # Budgets
 
 
+# Steady steps
+
+
 def test_budget_is_a_row_of_each_table_that_it_is_in() -> None:
     made = _tables("budget", BUDGET)
 
@@ -486,9 +467,6 @@ def test_budget_is_a_row_of_each_table_that_it_is_in() -> None:
     assert row[:5] == ["6396", "100.0", "110.0", "**1.100**", "1.090"]
     assert row[5:] == ["6380", "0.998", "**1.002**", "**1.010**", "1", "plan", "30", "512", "1.0"]
     assert cells(made["beside"]) == [["6396", "110.0", "6380", "0.23", "120.0", "6400", "**0.917**", "-", "-"]]
-
-
-# Steady steps
 
 
 def test_ratios_stand_below_plain_and_lines_of_the_last_run_count() -> None:
