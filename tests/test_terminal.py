@@ -33,13 +33,13 @@ def widest(text: str) -> int:
     return max(map(len, text.splitlines()))
 
 
-def test_without_a_width_all_is_there() -> None:
+def test_without_a_width_all_is_there_and_names_lose_their_middles_last() -> None:
     text = table_text(columns())
 
-    assert text.splitlines()[0].split() == [
-        *("module", "name", "parameter", "size", "(MiB)", "empty", "#calls", "input", "shape", "type")
-    ]
+    assert " ".join(text.splitlines()[0].split()) == "module name parameter size (MiB) empty #calls input shape type"
     assert widest(text) > 100
+    assert "self_attn.q_proj (x28)" in table_text(columns(), 66)
+    assert "model.lay…oj (x28)" in table_text(columns(), 41)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,6 @@ def test_what_goes_goes_in_order(width: int, headings: str) -> None:
     assert widest(text) <= width
     assert text.splitlines()[0].split() == headings.split()
     assert "1234.56" in text
-
-
-def test_names_lose_their_middles_last() -> None:
-    assert "self_attn.q_proj (x28)" in table_text(columns(), 66)
-
-    assert "model.lay…oj (x28)" in table_text(columns(), 41)
 
 
 @given(
@@ -119,6 +113,9 @@ def test_known_versions_are_read_from_text_and_from_files(version: int, tmp_path
 
     assert read(json.dumps(content)) == (content, "this text")
     assert read(path) == (content, f"'{path}'")
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanFormatError, match=r"it\.json' is not an it: it is not JSON"):
+        read(path)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +140,3 @@ def test_known_versions_are_read_from_text_and_from_files(version: int, tmp_path
 def test_what_is_none_is_told(text: str, message: str) -> None:
     with pytest.raises(PlanFormatError, match=re.escape(message)):
         read(text)
-
-
-def test_file_that_is_no_text_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "it.json"
-    path.write_bytes(b"\xff\xfe\x00")
-
-    with pytest.raises(PlanFormatError, match=r"it\.json' is not an it: it is not JSON"):
-        read(path)
