@@ -102,14 +102,13 @@ def test_context_that_somebody_is_in_is_refused_and_stays_on(by_hand: bool) -> N
 # Dispatch modes
 
 
-class Quiet(QuietMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 class Loud(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+class Quiet(QuietMode):
+    __torch_dispatch__ = Loud.__torch_dispatch__
 
 
 def test_mode_is_left_whole_after_an_interrupt_at_any_line() -> None:
