@@ -143,10 +143,8 @@ def apply(op: Op, tensors: list[Tensor], world: World | None = None) -> None:
     if name in MAKING:
         tensors.append(MAKING[name](a, b, at))
     elif name in OF_WORLD:
-        assert world is not None
         tensors.append(OF_WORLD[name](world, a, at))
     elif name == "write":
-        assert world is not None
         world.write(at)
     elif not (a.is_leaf and a.requires_grad):
         MARKING[name](a) if name in MARKING else WRITING[name](a, b, at)

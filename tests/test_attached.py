@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import memkit
 from memkit.core import features
 from memkit.device import ReferenceDevice
+from tests.profile.cases import Holding
 
 DEVICE = ReferenceDevice()
 
@@ -29,19 +30,10 @@ def _num_hooks(model: nn.Module) -> int:
     return sum(len(value) for module in model.modules() for key, value in module.__dict__.items() if key.endswith("_hooks"))
 
 
-def _num_iterations(tag: str) -> int:
-    return memkit.stats(tag).num_iterations
-
-
 def _grads(model: nn.Module) -> list[Tensor]:
     model.zero_grad()
     model(torch.ones(4, 8)).sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_tag() -> None:
-    memkit.reset("attached")
 
 
 def test_takes_an_offload_off_whose_handle_is_lost() -> None:
@@ -52,7 +44,7 @@ def test_takes_an_offload_off_whose_handle_is_lost() -> None:
     memkit.detach(model)
 
     assert all(map(torch.equal, _grads(model), expected))
-    assert _num_iterations("attached") == 1
+    assert memkit.stats("attached").num_iterations == 1
     assert _num_hooks(model) == 0
 
 
@@ -69,24 +61,20 @@ def test_where_nothing_is_attached_it_says_so() -> None:
         memkit.detach("model")
 
     _grads(model)
-    assert _num_iterations("attached") == 1
+    assert memkit.stats("attached").num_iterations == 1
 
 
 def test_second_attach_says_to_detach() -> None:
     model = _mlp()
     _attach(model)
-    with pytest.raises(
-        ValueError,
-        match=r'attach needs a Sequential without such a context; found <attached <CPUOffload\(tag="attached"\): .*'
-        r"Call memkit\.detach\(model\) first",
-    ):
+    found = r'found <attached <CPUOffload\(tag="attached"\): .*Call memkit\.detach\(model\) first'
+    with pytest.raises(ValueError, match=rf"attach needs a Sequential without such a context; {found}"):
         _attach(model, "second")
 
     memkit.detach(model)
     _attach(model, "second")
     _grads(model)
-    assert _num_iterations("second") == 1
-    memkit.reset("second")
+    assert memkit.stats("second").num_iterations == 1
 
 
 def test_lost_layer_offload_goes_on_until_it_is_detached() -> None:
@@ -129,20 +117,10 @@ def test_detaches_what_streams_inside_and_what_is_attached_around() -> None:
     assert _num_hooks(model) == 0
     for handle in handles:
         handle.remove()  # does nothing
-    memkit.reset("inside")
 
 
 def test_is_refused_within_a_forward() -> None:
-    class Detaching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = _mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            memkit.detach(self)
-            return self.layers(x)
-
-    model = Detaching().requires_grad_(False)
+    model = Holding(lambda self, x: memkit.detach(self) or self.layers(x), layers=_mlp()).requires_grad_(False)
     with (
         memkit.LayerOffload(model, offload_ratio=1.0, device=DEVICE),
         pytest.raises(memkit.errors.LayerOffloadError, match="within a forward of the model"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from importlib import metadata
 from pathlib import Path
 
@@ -15,8 +18,9 @@ import pytest
 import torch
 import torchvision
 
+import memkit
 from memkit import __version__, profile_memory
-from memkit.cli import arguments, main, progress, specs
+from memkit.cli import arguments, commands, main, progress, specs
 from memkit.profile import MemoryReport
 from memkit.profile.simulate import TARGETS
 from memkit.profile.table import SORT_KEYS
@@ -43,15 +47,6 @@ def test_resnet50_figures(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-@pytest.mark.slow
-def test_module_runs_as_a_program() -> None:
-    command = [sys.executable, "-m", "memkit", *RESNET, "--depth", "0"]
-
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-
-    assert "parameters in all: 44.59 MiB" in done.stdout
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(capsys, "--version")[:2] == (0, f"memkit {__version__}, torch {metadata.version('torch')}\n")
 
@@ -66,25 +61,31 @@ def test_cpu_run_takes_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.splitlines()[-1].endswith(" ms")
 
 
+def _in_a_folder(monkeypatch: pytest.MonkeyPatch, path: Path, text: str) -> None:
+    """Go where a module is."""
+    path.write_text(text)
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+_ZOO = """
+from torch import nn
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+    def forward(self, tokens, mask):
+        return self.embedding(tokens) * mask[..., None]
+class Zoo:
+    two_inputs = staticmethod(lambda: Two())
+ready = nn.Linear(4, 4)
+"""
+
+
 def test_model_from_the_current_folder(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_models.py").write_text(
-        "from torch import nn\n"
-        "class Zoo:\n"
-        "    @staticmethod\n"
-        "    def two_inputs():\n"
-        "        class Two(nn.Module):\n"
-        "            def __init__(self):\n"
-        "                super().__init__()\n"
-        "                self.embedding = nn.Embedding(10, 4)\n"
-        "            def forward(self, tokens, mask):\n"
-        "                return self.embedding(tokens) * mask[..., None]\n"
-        "        return Two()\n"
-        "ready = nn.Linear(4, 4)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    _in_a_folder(monkeypatch, tmp_path / "my_models.py", _ZOO)
     inputs = ["--input", "2x3:int64", "--input", "2x3:bool", "--device", "cpu"]
 
     status, out, _ = run_command(capsys, "profile", "my_models:Zoo.two_inputs", *inputs)
@@ -217,21 +218,16 @@ def test_failures_of_the_model_are_one_line_and_status_one(
     assert_fails(capsys, arguments, message, status=1)
 
 
-def test_output_is_checked_before_therun_command(
+def test_output_is_checked_before_the_run_and_a_failed_run_leaves_no_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = tmp_path / "report.json"
+    run_command(capsys, "profile", "torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta", "--json", str(path))
     monkeypatch.setattr(specs, "profile_memory", lambda *_, **__: pytest.fail("it ran"))
 
     status, _, err = run_command(capsys, *RESNET, "--json", str(tmp_path))
 
     assert (status, "Is a directory" in err) == (2, True)
-
-
-def test_a_failed_run_leaves_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-
-    run_command(capsys, "profile", "torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta", "--json", str(path))
-
     assert not path.exists()
 
 
@@ -255,7 +251,7 @@ def test_interrupt_ends_quietly(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 def test_what_takes_long_shows_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = threading.Event()
+    shown, command = threading.Event(), ["profile", "torch.nn:ReLU", "--input", "2", "--device", "meta"]
 
     def build(*_: object) -> torch.nn.Module:
         assert shown.wait(300)
@@ -265,17 +261,11 @@ def test_what_takes_long_shows_progress(capsys: pytest.CaptureFixture[str], monk
         print(*args, **options)
         shown.set()
 
+    assert run_command(capsys, *command)[2] == ""
     monkeypatch.setattr(progress._Progress, "PATIENCE_S", 0.0)
     monkeypatch.setattr(progress, "print", show, raising=False)
     monkeypatch.setattr(specs, "build_model", build)
-
-    _, _, err = run_command(capsys, "profile", "my:model", "--input", "2", "--device", "meta")
-
-    assert err.startswith("memkit: building my:model ...\n")
-
-
-def test_what_is_quick_shows_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(capsys, "profile", "torch.nn:ReLU", "--input", "2", "--device", "meta")[2] == ""
+    assert run_command(capsys, *command)[2].startswith("memkit: building torch.nn:ReLU ...\n")
 
 
 @pytest.mark.parametrize(
@@ -303,11 +293,8 @@ def test_budgets_are_shares_or_bytes(text: str, budgets: list[float | str]) -> N
 def test_models_that_cannot_be_built_on_meta_are_built_with_data(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "reads_values.py").write_text(
-        "import torch\ndef model():\n    return torch.nn.Dropout(float(torch.linspace(0, 0.5, 3)[1]))\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    text = "import torch\ndef model():\n    return torch.nn.Dropout(float(torch.linspace(0, 0.5, 3)[1]))\n"
+    _in_a_folder(monkeypatch, tmp_path / "reads_values.py", text)
 
     assert run_command(capsys, "profile", "reads_values:model", "--input", "2", "--device", "meta")[0] == 0
 
@@ -367,7 +354,6 @@ def test_interrupt_is_one_line_at_any_time(when: str, tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    assert child.stdout is not None
     assert child.stdout.readline() == "begun\n"
 
     child.send_signal(signal.SIGINT)
@@ -381,3 +367,166 @@ def test_choices_are_those_of_the_profile_and_of_torch() -> None:
     assert tuple(SORT_KEYS) == main._SORT_KEYS
     assert main._TARGETS == TARGETS
     assert all(isinstance(getattr(torch, name), torch.dtype) for name in arguments.DTYPES.values())
+
+
+SPEC = ["torchvision:resnet18", "--input", "64x3x224x224", "--device", "meta"]
+SMALL = ["torchvision:resnet18", "--input", "8x3x64x64", "--device", "meta"]
+
+
+@pytest.fixture
+def reports(tmp_path: Path) -> tuple[Path, Path]:
+    """A report of a batch of 4096, and one of a batch of 1024."""
+    paths = tmp_path / "before.json", tmp_path / "after.json"
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+    for path, batch in zip(paths, (4096, 1024), strict=True):
+        x = torch.empty(batch, 256, device="meta")
+        path.write_text(profile_memory(model, x, backward=True, trace=True, print_table=False).to_json())
+    return paths
+
+
+# The six questions (the sixth, of a line for a Trainer, is one of the integrations)
+
+
+def test_does_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_command(capsys, "profile", *SPEC, "--optimizer", "adamw", "--fit", "12GiB")
+
+    assert status == 0
+    assert re.search(
+        r"^Of 1\.5 GiB at the peak of the step .*This fits in 12 GiB as it is, with 10\.5 GiB to spare\.$", out, re.M
+    )
+
+
+def test_what_fills_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_command(capsys, "profile", *SPEC, "--peak")
+
+    lines = out.splitlines()
+    assert status == 0
+    assert lines[0].startswith("alive at the peak of the step, in the backward of layer4.1.conv2 (convolution_backward): ")
+    assert lines[2].split() == ["size", "(MiB)", "share", "(%)", "category", "module", "storages", "largest"]
+    assert lines[4].split()[2:5] == ["activation", "bn1", "3"]
+    assert lines[-1].startswith("Of 1.4 GiB at the peak of the step")
+
+
+def test_did_it_help(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Path]) -> None:
+    status, out, _ = run_command(capsys, "show", *map(str, reports))
+
+    assert status == 0
+    assert re.match(r"It helped: the peak of the step went from [\d.]+ to [\d.]+ MiB, \d\d % less\.\n", out)
+    assert "... activations (MiB)" in out
+
+
+# Output
+
+
+def test_json_to_standard_output_is_all_that_goes_there(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", *SMALL[:3], "--gpu", "H200", "--budget", "1.0"]
+
+    (_, profiled, _), (_, planned, _) = (run_command(capsys, *it, "--json", "-") for it in (["profile", *SMALL], plan))
+
+    assert MemoryReport.from_json(profiled).tag == "torchvision:resnet18"
+    assert json.loads(planned)["schema"] == "memkit.Front"
+
+
+@pytest.mark.parametrize("how", [[], ["--peak"], ["--full"], ["after"]], ids=str)
+def test_shown_reports_fit_the_terminal(
+    capsys: pytest.CaptureFixture[str], how: list[str], reports: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "terminal_width", lambda: 80)
+
+    status, out, _ = run_command(capsys, "show", str(reports[0]), *[str(reports[1]) if it == "after" else it for it in how])
+
+    assert status == 0
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_show_converts_and_fits_a_report(capsys: pytest.CaptureFixture[str], reports: tuple[Path, Path]) -> None:
+    as_json, fitted = (run_command(capsys, "show", str(reports[0]), *how) for how in (["--json", "-"], ["--fit", "1GiB"]))
+
+    assert MemoryReport.from_json(as_json[1]) == MemoryReport.from_json(reports[0])
+    assert fitted[0] == 0
+    assert "This fits in 1 GiB as it is" in fitted[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["profile", *SMALL, "--fit", "12"], 'reads as 12 bytes or as 12 GiB. Write "12B" or "12GiB"'),
+        (["profile", *SMALL, "--gpu", "RTX 3060", "--fit", "12GiB"], "--fit: the RTX 3060 has 11.6 GiB that can be allocated"),
+        (["profile", *SMALL, "--gpu", "RTX 4080"], "--gpu: memkit knows H200"),
+        (
+            ["profile", *SMALL, "--optimizer", "adamw8bit"],
+            "found 'adamw8bit'. Any other optimizer, such as one of another library, can be counted in Python: "
+            "memkit.profile_memory(model, x, optimizer=instance), made on the model's parameters",
+        ),
+        (["profile", *SMALL, "--input", "3x=2"], "needs the name of an argument ahead of ="),
+        (["show", "nothing.json", "--fit", "x"], "needs shares above 0 and up to 1, or bytes"),
+        (["bench", "machine", "--device", "card"], "--device: "),
+    ],
+)
+def test_usage_errors_are_status_two(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert_fails(capsys, arguments, message)
+
+
+def test_report_without_a_trace_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    report = memkit.profile_memory(torch.nn.Linear(2, 2), torch.ones(1, 2), print_table=False)
+    path.write_text(report.to_json())
+
+    assert_fails(capsys, ["show", str(path), "--fit", "1GiB"], "--fit: a plan needs a report with a trace")
+    assert_fails(capsys, ["show", str(path), str(path), "--peak"], "two reports are compared: leave out")
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    of_four = ["torchvision:resnet18", "--input", "2x4x8x8", "--device", "meta"]
+
+    status, out, err = run_command(capsys, "profile", *of_four, "--debug")
+
+    assert (status, out) == (1, "")
+    assert "Traceback (most recent call last):" in err
+    assert "torchvision/models/resnet.py" in err
+    assert err.splitlines()[-1].startswith("memkit: error: RuntimeError: ")
+
+
+_WARNING = r"""
+import warnings
+from torch import nn
+class Model(nn.Linear):
+    def forward(self, x):
+        warnings.warn('use\nanother')
+        warnings.warn('for developers', DeprecationWarning)
+        return super().forward(x)
+def model():
+    return Model(2, 2)
+"""
+
+
+def test_warnings_are_shown_once_and_as_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _in_a_folder(monkeypatch, tmp_path / "warning_models.py", _WARNING)
+    monkeypatch.setattr(sys, "warnoptions", [])
+
+    _, _, err = run_command(capsys, "profile", "warning_models:model", "--input", "2x2", "--device", "cpu", "--backward")
+
+    assert err == "memkit: warning: use another\n"
+    with pytest.warns(UserWarning, match="after"):
+        warnings.warn("after", stacklevel=1)
+
+
+def test_language_model_by_its_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(llama))
+    inputs = [part for name in ("input_ids", "labels", "attention_mask") for part in ("--input", f"{name}=4x32")]
+
+    status, out, err = run_command(
+        capsys, "profile", f"hf:{tmp_path}", *inputs, "--device", "meta", "--optimizer", "adamw", "--fit", "1GiB"
+    )
+
+    assert status == 0
+    assert [line for line in err.splitlines() if not line.endswith(" ...")] == []  # on a slow machine it says what goes on
+    assert out.startswith("LlamaForCausalLM on meta")
+    assert "states of AdamW: " in out
+    assert "This fits in 1 GiB as it is" in out

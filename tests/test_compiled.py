@@ -15,6 +15,7 @@ from memkit.core.hooks import HookSet
 from tests.compiling import FORMS, WITH_COMPILED, Backend, frames_of_memkit, in_form, may_be_compiled_here
 
 pytestmark = WITH_COMPILED
+Compile = Callable[[nn.Module, Backend], nn.Module]
 
 
 class Block(nn.Module):
@@ -33,15 +34,25 @@ def _decorated(backend: Backend) -> nn.Module:
     return Decorated()
 
 
+def noting(calls: list[Any]) -> Callable[..., Any]:
+    """Return what runs the compiled code and notes each call."""
+
+    def run(called: nn.Module, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        calls.append((called, args, kwargs, may_be_compiled_here()))
+        return code(*args, **kwargs)
+
+    return run
+
+
 ALL_FORMS = {**FORMS, "decorated": lambda module, backend: _decorated(backend)}
 
 
 @pytest.fixture(params=sorted(ALL_FORMS))
-def compile_block(request: pytest.FixtureRequest) -> Callable[[nn.Module, Backend], nn.Module]:
+def compile_block(request: pytest.FixtureRequest) -> Compile:
     return ALL_FORMS[request.param]
 
 
-def test_compiled_modules_are_told_from_others(compile_block: Callable[[nn.Module, Backend], nn.Module]) -> None:
+def test_compiled_modules_are_told_from_others(compile_block: Compile) -> None:
     block = Block()
 
     assert not is_compiled(block)
@@ -76,19 +87,15 @@ def test_module_that_is_kept_from_being_compiled_is_not(make: Callable[[nn.Modul
         around_compiled(HookSet(), made, lambda *_: None)
 
 
-def test_run_is_called_in_place_of_the_code(compile_block: Callable[[nn.Module, Backend], nn.Module]) -> None:
+def test_run_is_called_in_place_of_the_code(compile_block: Compile) -> None:
     backend = Backend()
     module = compile_block(Block(), backend)
     x = torch.randn(3, 4)
     plain, num_graphs = module(x, scale=3.0), backend.num_graphs
     calls = list[Any]()
 
-    def run(called: nn.Module, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        calls.append((called, args, kwargs, may_be_compiled_here()))
-        return code(*args, **kwargs)
-
     with HookSet() as hooks:
-        around_compiled(hooks, module, run)
+        around_compiled(hooks, module, noting(calls))
         assert is_compiled(module)
         for _ in range(3):
             assert torch.equal(module(x, scale=3.0), plain)
@@ -103,12 +110,12 @@ def _interrupted(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def test_attributes_are_as_before(compile_block: Callable[[nn.Module, Backend], nn.Module]) -> None:
+def test_attributes_are_as_before(compile_block: Compile) -> None:
     module = compile_block(Block(), Backend())
     before = dict(vars(module))
     first, second = HookSet(), HookSet()
     for hooks in (first, second):
-        around_compiled(hooks, module, lambda _, code, args, kwargs: code(*args, **kwargs))
+        around_compiled(hooks, module, noting([]))
     assert vars(module) != before
 
     with HookSet() as hooks:
@@ -124,16 +131,12 @@ def test_attributes_are_as_before(compile_block: Callable[[nn.Module, Backend], 
     assert vars(module) == before
 
 
-def test_copy_is_without_it(compile_block: Callable[[nn.Module, Backend], nn.Module]) -> None:
+def test_copy_is_without_it(compile_block: Compile) -> None:
     module = compile_block(Block(), Backend())
-    calls = list[nn.Module]()
-
-    def run(called: nn.Module, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        calls.append(called)
-        return code(*args, **kwargs)
+    calls = list[Any]()
 
     with HookSet() as hooks:
-        around_compiled(hooks, module, run)
+        around_compiled(hooks, module, noting(calls))
         copied = copy.deepcopy(module)
     copied(torch.randn(3, 4))
 
@@ -143,17 +146,13 @@ def test_copy_is_without_it(compile_block: Callable[[nn.Module, Backend], nn.Mod
 def test_in_the_trace_of_what_is_compiled_around_it_runs_as_it_is() -> None:
     """Dynamo breaks the graph of the caller there, and compiles nothing of memkit."""
     inner = in_form("forward", Block(), Backend())
-    x, calls = torch.randn(3, 4), list[nn.Module]()
+    x, calls = torch.randn(3, 4), list[Any]()
     plain = inner(x).cos()
 
-    def run(called: nn.Module, code: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        calls.append(called)
-        return code(*args, **kwargs)
-
     with HookSet() as hooks:
-        around_compiled(hooks, inner, run)
+        around_compiled(hooks, inner, noting(calls))
         found = torch.compile(lambda x: inner(x).cos(), backend="aot_eager")(x)
 
     assert torch.equal(found, plain)
-    assert calls == [inner]
+    assert [called for called, *_ in calls] == [inner]
     assert frames_of_memkit() == []

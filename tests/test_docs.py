@@ -1,13 +1,20 @@
-"""What the documentation says runs, and says the truth."""
+"""What the documentation says runs, and says the truth; its pages hang together, and every link leads somewhere."""
 
 from __future__ import annotations
 
+import ast
+import configparser
+import contextlib
 import doctest
+import fnmatch
+import functools
 import importlib
+import inspect
 import pkgutil
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +24,7 @@ import torch
 import torchvision
 
 import memkit
+from memkit import errors
 from memkit.activations.offloading import moving_stage as stage
 from memkit.cli.main import _parser, main
 from memkit.plan.gpu import GPUS
@@ -120,17 +128,13 @@ def _words(text: str) -> str:
     return " ".join(re.sub(r"torch \d\S*", "torch", text).split())
 
 
-def _commands_with_samples(page: Path) -> list[tuple[str, str]]:
-    return re.findall(r"^```console\n(.*?)^```\n\n^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-
-
 @pytest.mark.slow
 def test_page_of_answers_shows_what_its_commands_print(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("torchvision")
     monkeypatch.chdir(tmp_path)  # where they write files
-    samples = _commands_with_samples(ROOT / "docs" / "answers.md")
+    text = (ROOT / "docs" / "answers.md").read_text()
+    samples = re.findall(r"^```console\n(.*?)^```\n\n^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
     assert len(samples) == 5
     for commands, shown in samples:
@@ -140,20 +144,16 @@ def test_page_of_answers_shows_what_its_commands_print(
         assert " ".join(shown.removesuffix("\n...\n").split()) in printed, commands
 
 
-def _pasted(page: Path) -> list[str]:
-    """Return the commands in blocks of a page that have a prompt."""
-    blocks = [block.replace("\\\n", "") for block in _blocks(page, "console")]
-    return [" ".join(command.split()) for block in blocks for command in re.findall(r"^\$ (.+)$", block, re.MULTILINE)]
-
-
 def test_six_questions_have_the_commands_that_are_answered() -> None:
-    answered = set(_pasted(ROOT / "docs" / "answers.md"))
-    asked = re.findall(r"^\| [^|]+\? \| `(memkit [^`]+)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    before = _pasted(ROOT / "README.md")
+    def pasted(page: Path) -> list[str]:
+        blocks = [block.replace("\\\n", "") for block in _blocks(page, "console")]
+        return [" ".join(command.split()) for block in blocks for command in re.findall(r"^\$ (.+)$", block, re.MULTILINE)]
 
-    assert len(asked) == 5
-    assert len(before) == 2
-    assert {*asked, *before} <= answered
+    asked = re.findall(r"^\| [^|]+\? \| `(memkit [^`]+)` \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    before = pasted(ROOT / "README.md")
+
+    assert (len(asked), len(before)) == (5, 2)
+    assert {*asked, *before} <= set(pasted(ROOT / "docs" / "answers.md"))
 
 
 def _commands_of_memkit(page: Path) -> list[str]:
@@ -233,13 +233,6 @@ def test_readme_commands_are_the_ones_that_ci_runs() -> None:
     assert all(command in ci for command in run_and_test)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
-
-
 @pytest.mark.parametrize("name", sorted(module.name for module in pkgutil.walk_packages(memkit.__path__, prefix="memkit.")))
 def test_examples_in_docstrings_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("linecache.checkcache", lambda *_: None)  # of all files, which a debugger that is made each time does
@@ -271,7 +264,6 @@ def _curve_of(picture: Path) -> list[tuple[int, float]]:
         begin, end = (float(x), float(x_end)) if number == 1 else (float(y), float(y_end))
         axes.append((begin, float(low), (float(high) - float(low)) / (end - begin)))
     line = re.search(r'<g id="line2d_\d+">\s*<path d="(M[^"]+)" clip-path', text)
-    assert line is not None
     points = [(float(x), float(y)) for x, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", line[1])]
     (x_begin, x_low, x_unit), (y_begin, y_low, y_unit) = axes
     return [(round(1024 * (x_low + (x - x_begin) * x_unit)), round(y_low + (y - y_begin) * y_unit, 1)) for x, y in points]
@@ -308,14 +300,173 @@ def _without_bounds(text: str) -> list[list[str]]:
 def test_page_on_planning_knows_the_gpus() -> None:
     text = (ROOT / "docs" / "plan.md").read_text()
     found = re.findall(r"^\| ([\w -]+) \| ([\d.]+) \| (\d+) \| (\d+), (\d+) \| ", text, re.MULTILINE)
-    rows = {row[0]: row[1:] for row in found}
 
-    assert rows == {
-        name: (
+    assert {name: figures for name, *figures in found} == {
+        name: [
             f"{spec.memory_bytes / 2**30:g}",
             f"{spec.bytes_per_s / 1e9:.0f}",
-            f"{spec.flops_per_s['bfloat16'] / 1e12:.0f}",
-            f"{spec.flops_per_s['float32'] / 1e12:.0f}",
-        )
+            *(f"{spec.flops_per_s[dtype] / 1e12:.0f}" for dtype in ("bfloat16", "float32")),
+        ]
         for name, spec in GPUS.items()
     }
+
+
+DOCS = ROOT / "docs"
+_OF_DOCS = PAGES[1:]
+READ = [page for page in PAGES if page.name != "changelog.md"]
+FEATURES = ("budget", "rematerialize", "offload", "layer-offload", "profile", "plan", "compiling")
+MOST_LINES_OF_A_FEATURE = 200
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _toctrees() -> list[str]:
+    """Return the entries of all toctrees, patterns included."""
+    lines = [line.strip() for page in _OF_DOCS for block in _blocks(page, r"\{toctree\}") for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith(":")]
+
+
+def _slug(heading: str) -> str:
+    """Return a heading's anchor, as GitHub and MyST make it."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)|\{\w+\}", r"\1", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+@functools.cache
+def _anchors(page: Path) -> set[str]:
+    text = _without_code(page.read_text())
+    headings = re.findall(r"^#{1,3} (.+)$", text, re.MULTILINE)
+    return {_slug(heading) for heading in headings} | set(re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE))
+
+
+def test_every_page_is_in_one_place_of_the_contents() -> None:
+    names = [page.relative_to(DOCS).with_suffix("").as_posix() for page in _OF_DOCS if page.name != "index.md"]
+
+    for name in names:
+        matching = [entry for entry in _toctrees() if fnmatch.fnmatchcase(name, entry)]
+        assert len(matching) == 1, (name, matching)
+
+
+def test_every_room_is_in_the_table_of_rooms() -> None:
+    (table,) = re.findall(
+        r"^\| room \| what it owns \|\n(.*?)\n\n", (DOCS / "concepts.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    named = {name for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`([\w/]+)`", cell)}
+    found = {f"{path.name}/" if path.is_dir() else path.stem for path in (ROOT / "memkit").iterdir()}
+
+    assert named
+    assert found - named <= {"__init__", "_version", "__pycache__/", "py"}  # py.typed
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_page_of_a_feature_is_short_and_has_what_readers_look_for(name: str) -> None:
+    text = (DOCS / f"{name}.md").read_text()
+
+    assert len(text.splitlines()) <= MOST_LINES_OF_A_FEATURE
+    assert "```python" in text
+    assert re.search(r"^## When ", text, re.MULTILINE) or name in ("profile", "plan")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+    text = _without_code(page.read_text())
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", text):
+        if not target.startswith("http"):
+            assert anchor in _anchors((page.parent / target).resolve() if target else page), f"{target}#{anchor}"
+    for target in re.findall(r"\{doc\}`(?:[^`<]*<)?([\w/.-]+)>?`", text):
+        assert (page.parent / f"{target}.md").exists(), target
+    for target in re.findall(r"\{ref\}`(?:[^`<]*<)?([\w-]+)>?`", text):
+        assert any(target in _anchors(other) for other in _OF_DOCS), target
+
+
+def test_kinds_of_budgets_are_those_of_the_arguments() -> None:
+    (table,) = re.findall(r"^\| you write \| name .*?\n\n", (DOCS / "budget.md").read_text(), re.MULTILINE | re.DOTALL)
+    calls = re.findall(r"(MemoryBudget|plan_memory|Rematerialize|LayerOffload|CPUOffload)\((?:(\w+)=)?", table)
+
+    assert {name for name, _ in calls} == {"MemoryBudget", "plan_memory", "Rematerialize", "LayerOffload", "CPUOffload"}
+    for name, argument in calls:
+        parameters = inspect.signature(getattr(memkit, name)).parameters
+        assert (argument or "budget") in parameters, (name, argument)
+
+
+def test_reference_has_all_that_is_promised() -> None:
+    text = (DOCS / "api.md").read_text()
+    modules = {"device", "errors", "profile", "plan", "schedules", "weights", "activations", "__version__"}
+
+    for name in set(memkit.__all__) - modules:
+        assert re.search(rf"auto(?:function|class):: memkit\.{name}$", text, re.MULTILINE), name
+
+
+def test_troubleshooting_says_what_to_do_about_every_error() -> None:
+    text = (DOCS / "troubleshooting.md").read_text()
+    names = {name for name, found in vars(errors).items() if isinstance(found, type) and found.__module__ == errors.__name__}
+
+    assert names <= set(re.findall(r"memkit\.errors\.(\w+)", text))
+    assert names <= set(re.findall(r"\w+", (DOCS / "api.md").read_text()))
+
+
+def test_extras_of_the_page_on_installing_exist() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    named = re.findall(r"^\| `(\w+)` \|", (DOCS / "install.md").read_text(), re.MULTILINE)
+
+    assert named
+    assert set(named) <= set(setup["options.extras_require"])
+
+
+def test_readme_fits_a_model_in_12_gib_by_one_call_with_one_argument() -> None:
+    nodes = [node for block in _blocks(ROOT / "README.md", "python") for node in ast.walk(ast.parse(block))]
+
+    assert [ast.unparse(node) for node in nodes if isinstance(node, ast.Call) and "MemoryBudget" in ast.unparse(node.func)] == [
+        "memkit.MemoryBudget('12GiB')"
+    ]
+
+
+@pytest.mark.slow
+def test_reference_shows_attributes_with_their_texts_whole(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "api.md").write_text((DOCS / "api.md").read_text())
+    (source / "conf.py").write_text((DOCS / "conf.py").read_text())
+    command = [sys.executable, "-m", "sphinx", "-q", "-b", "text", "-D", "root_doc=api", str(source), str(tmp_path)]
+
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+    assert done.returncode == 0, done.stderr
+    text = " ".join((tmp_path / "api.txt").read_text().split())
+    assert "Rows in tree order: the model first" in text
+    assert "Type: Rows in tree order" not in text
+    assert "class memkit.profile.MemoryReport Where the memory" in text, "the constructor of a record is left out"
+
+
+_OF_OTHERS = {
+    "assign", "cache_enabled", "create_graph", "device_placement", "dtype", "enabled", "error_if_nonfinite", "fused",
+    "inplace", "is_grads_batched", "lr", "memory", "mmap", "peak", "use_cache", "use_reentrant", "vectorize",
+    "gradient_checkpointing",
+    "DTYPE", "KEY", "LimitMEMLOCK", "amsgrad", "foreach", "differentiable", "weights_only", "pin_memory", "T_max",
+}  # fmt: skip
+"""Arguments on the pages that are not memkit's. Recipes are full of those."""
+
+
+def _arguments_of_memkit() -> set[str]:
+    promised = [getattr(memkit, name) for name in memkit.__all__]
+    public = [*promised, *vars(memkit.plan).values(), *vars(memkit.profile).values(), *vars(memkit.schedules).values()]
+    functions = [found for found in public if callable(found)]
+    methods = [found for kind in functions if isinstance(kind, type) for found in vars(kind).values() if callable(found)]
+    names = set[str]()
+    for function in (*functions, *methods):
+        with contextlib.suppress(TypeError, ValueError):  # some builtins have no signature
+            names |= inspect.signature(function).parameters.keys()
+    return names
+
+
+@pytest.mark.parametrize("page", [page for page in READ if page.name != "recipes.md"], ids=lambda page: page.name)
+def test_arguments_on_pages_exist(page: Path) -> None:
+    codes = re.findall(r"`([^`\n]+)`", _without_code(page.read_text()))
+    named = {name for code in codes if not code.startswith("--") for name in re.findall(r"(?<![\w.-])([a-z]\w+)=", code)}
+
+    assert named - _arguments_of_memkit() - _OF_OTHERS == set()

@@ -1,9 +1,13 @@
+"""Hooks on modules, optimizers and nodes, and handles of saved tensors."""
+
 from __future__ import annotations
 
 import contextlib
 import gc
 import threading
 import weakref
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from memkit.core import torch_private
 from memkit.core.hooks import HookSet, SavedTensorHooks, in_checkpoint, innermost_pack, may_step_in_backward, receiving_pack
+from memkit.core.kept import FlattenedHandle, ForwardedHandle, KeptHandle
 from memkit.core.owners import are_owners_set_aside, owners_set_aside
+from tests.weights.wrapped import Int8
 
 
 def test_hooks_run_around_the_users_own() -> None:
@@ -35,16 +41,8 @@ def test_hooks_run_around_the_users_own() -> None:
 
 def test_hooks_are_removed_last_first() -> None:
     removed: list[int] = []
-
-    class Handle:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def remove(self) -> None:
-            removed.append(self.number)
-
     hooks = HookSet()
-    hooks._handles = [Handle(0), Handle(1)]
+    hooks._handles = [SimpleNamespace(remove=partial(removed.append, number)) for number in (0, 1)]
     hooks.remove()
 
     assert removed == [1, 0]
@@ -57,9 +55,9 @@ class _Stepped:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.hooks = HookSet()
         self.hooks.before_any_step(self.optimizers.append)
-        self.hooks.before_any_step(self._note)
+        self.hooks.before_any_step(self.note)
 
-    def _note(self, optimizer: torch.optim.Optimizer) -> None:
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers.append(optimizer)
 
 
@@ -72,7 +70,7 @@ def _hooks_of_all_steps() -> list[int]:
     return list(torch_optimizer._global_optimizer_pre_hooks)
 
 
-def test_hooks_on_all_steps_see_every_optimizer_until_they_are_removed() -> None:
+def test_hooks_on_all_steps_see_every_optimizer_until_they_are_removed_or_dropped() -> None:
     before, stepped, optimizers = _hooks_of_all_steps(), _Stepped(), [_sgd(), _sgd()]
     for optimizer in optimizers:
         optimizer.step()
@@ -83,14 +81,10 @@ def test_hooks_on_all_steps_see_every_optimizer_until_they_are_removed() -> None
 
     assert len(stepped.optimizers) == 4
     assert _hooks_of_all_steps() == before
-
-
-def test_set_that_is_dropped_takes_its_hooks_on_all_steps_along() -> None:
-    before, stepped = _hooks_of_all_steps(), _Stepped()
+    stepped = _Stepped()
     dropped = weakref.ref(stepped)
     assert len(_hooks_of_all_steps()) == len(before) + 2
     del stepped
-
     assert _hooks_of_all_steps() == before
     assert dropped() is None
 
@@ -134,14 +128,7 @@ def test_node_hook_sees_each_run_and_changes_nothing() -> None:
 
 
 def test_receiving_pack_is_behind_those_that_hand_on() -> None:
-    def pack(tensor: Tensor) -> Tensor:
-        return tensor
-
-    def pass_on(tensor: Tensor) -> Tensor:
-        return tensor
-
-    def of_the_user(tensor: Tensor) -> Tensor:
-        return tensor
+    pack, pass_on, of_the_user = (lambda tensor: tensor for _ in range(3))
 
     assert receiving_pack() is innermost_pack() is None
     with SavedTensorHooks(pack, pack), SavedTensorHooks(pass_on, pass_on, hands_on=True):
@@ -222,3 +209,39 @@ def test_in_checkpoint_tells_both_kinds(use_reentrant: bool) -> None:
     assert inside == [True]
     with torch.no_grad():
         assert not in_checkpoint()
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_forwarded_is_what_the_hooks_outside_give_back_unless_it_is_written_to(is_checked: bool) -> None:
+    tensor = torch.arange(4.0)
+    handle = ForwardedHandle(tensor, lambda given: [given.clone()], lambda packed: packed[0], is_checked=is_checked)
+
+    assert torch.equal(handle.unpack(), torch.arange(4.0))
+    tensor.add_(1)
+
+    assert handle.is_unchanged() is not is_checked
+    if not is_checked:
+        assert torch.equal(handle.unpack(), torch.arange(4.0))
+        return
+    assert (handle.alias.untyped_storage().nbytes(), handle.size) == (0, (4,))
+    with pytest.raises(RuntimeError, match=r"FloatTensor \[4\]\] is at version 1; expected version 0"):
+        handle.unpack()
+
+
+def test_flattened_packs_what_a_tensor_wraps_but_for_what_does_not_leave() -> None:
+    wrapper = Int8.of(torch.arange(6, dtype=torch.int8).view(2, 3), torch.ones(2, 1))
+    first, *others = wrapper.__tensor_flatten__()[0]
+    packed: list[Tensor] = []
+
+    def pack(part: Tensor) -> KeptHandle:
+        packed.append(part)
+        return KeptHandle(part)
+
+    whole = FlattenedHandle(wrapper, pack).unpack()
+    assert (len(packed), type(whole)) == (1 + len(others), type(wrapper))
+    assert torch.equal(whole.dequantize(), wrapper.dequantize())
+    packed.clear()
+    found: Any = FlattenedHandle(wrapper, pack, lambda _, name: name == first).unpack()
+
+    assert [id(part) for part in packed] == [id(getattr(wrapper, first))]
+    assert all(getattr(found, name) is getattr(wrapper, name) for name in others)

@@ -97,16 +97,10 @@ def _layers(train: str) -> Callable[[Program], None]:
         if train == "frozen":
             for parameter in program.model.layers.parameters():
                 parameter.requires_grad_(False)
-        told: dict[str, Any] = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.1)} if train == "fused" else {}
-        offload = memkit.LayerOffload(
-            program.model,
-            list(program.model.layers),
-            offload_ratio=0.5,
-            num_slots=1,
-            train=train,
-            device=program.device,
-            **told,
-        )
+        told: dict[str, Any] = {"offload_ratio": 0.5, "num_slots": 1, "train": train, "device": program.device}
+        if train == "fused":
+            told["optimizer"] = lambda params: torch.optim.SGD(params, lr=0.1)
+        offload = memkit.LayerOffload(program.model, list(program.model.layers), **told)
         program.train(2, offload.optimizer if train == "fused" else program.optimizer)
         offload.close()
 
@@ -123,33 +117,24 @@ def _states(**told: Any) -> Callable[[Program], None]:
 
 
 def _profile(program: Program) -> None:
-    memkit.profile_memory(
-        program.model,
-        torch.randn(8, WIDTH),
-        loss_fn=lambda out: out.sum(),
-        optimizer=program.optimizer,
-        print_table=False,
-        tag="left",
-    )
+    told: dict[str, Any] = {"loss_fn": torch.sum, "optimizer": program.optimizer, "print_table": False, "tag": "left"}
+    memkit.profile_memory(program.model, torch.randn(8, WIDTH), **told)
 
 
-def _offload(program: Program) -> memkit.CPUOffload:
-    return memkit.CPUOffload(0.5, "left", min_bytes=0, device=program.device)
+def _context(kind: Any, share: float, has_optimizer: bool = False) -> Callable[[Program], Any]:
+    def make(program: Program) -> Any:
+        told = {"optimizer": program.optimizer} if has_optimizer else {}
+        return kind(share, "left", min_bytes=0, device=program.device, **told)
+
+    return make
 
 
-def _rematerialize(program: Program) -> memkit.Rematerialize:
-    return memkit.Rematerialize(0.5, "left", min_bytes=0, device=program.device)
-
-
-def _budget(program: Program) -> memkit.MemoryBudget:
-    return memkit.MemoryBudget(0.7, "left", min_bytes=0, device=program.device)
-
-
-def _known_budget(program: Program) -> memkit.MemoryBudget:
-    return memkit.MemoryBudget(0.7, "left", min_bytes=0, device=program.device, optimizer=program.optimizer)
-
-
-CONTEXTS = {"CPUOffload": _offload, "Rematerialize": _rematerialize, "budget": _budget, "budget, optimizer": _known_budget}
+CONTEXTS = {
+    "CPUOffload": _context(memkit.CPUOffload, 0.5),
+    "Rematerialize": _context(memkit.Rematerialize, 0.5),
+    "budget": _context(memkit.MemoryBudget, 0.7),
+    "budget, optimizer": _context(memkit.MemoryBudget, 0.7, has_optimizer=True),
+}
 FEATURES = {
     **{f"with {name}": _with(make) for name, make in CONTEXTS.items()},
     **{f"attached {name}": _attached(make) for name, make in CONTEXTS.items()},

@@ -1,7 +1,8 @@
-"""Values for loggers and progress bars: what features predicted and did."""
+"""What is seen of memkit from outside: live values, labels in a profiler's trace, and what is logged."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,17 +12,31 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import memkit
+from memkit.core.torch_state import label
 from memkit.device import ReferenceDevice
 from memkit.live import values_of
 from memkit.weights import LayerStats
+from tests.activations.chains import UNIT_BYTES, leaf_on, step
 
 GIB = 2**30
 
 
 def model_of_layers() -> nn.Sequential:
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
+
+
+def states_of_a_model(**options: Any) -> memkit.StateOffload:
+    """Return the states of an optimizer that has made two steps."""
+    model = model_of_layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    states = memkit.StateOffload(optimizer, device=ReferenceDevice(), **options)
+    for _ in range(2):
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+    return states
 
 
 def test_budget_tells_predicted_beside_actual() -> None:
@@ -114,27 +129,15 @@ def test_values_of_several_models_that_stream_are_sums_but_for_peaks() -> None:
 
 
 def test_states_tell_where_they_are_and_those_of_several_are_added_up() -> None:
-    opened = []
-    for _ in range(2):
-        model = model_of_layers()
-        optimizer = torch.optim.AdamW(model.parameters())
-        opened.append(memkit.StateOffload(optimizer, device=ReferenceDevice()))
-        for _ in range(2):
-            model(torch.randn(4, 64)).sum().backward()
-            optimizer.step()
+    opened = [states_of_a_model() for _ in range(2)]
     one, other = (states.stats() for states in opened)
 
     values = memkit.live_values(*opened)
 
+    names = {"host": "host", "room": "room", "resident": "resident", "moved_in": "h2d", "moved_out": "d2h"}
     assert values == {
-        f"memkit/states/{name}_gib": (getattr(one, field) + getattr(other, field)) / GIB
-        for name, field in (
-            ("host", "host_bytes"),
-            ("room", "room_bytes"),
-            ("resident", "resident_bytes"),
-            ("moved_in", "h2d_bytes"),
-            ("moved_out", "d2h_bytes"),
-        )
+        f"memkit/states/{name}_gib": (getattr(one, f"{field}_bytes") + getattr(other, f"{field}_bytes")) / GIB
+        for name, field in names.items()
     }
     assert all(value > 0 for name, value in values.items() if name != "memkit/states/resident_gib")
     for states in opened:
@@ -142,13 +145,7 @@ def test_states_tell_where_they_are_and_those_of_several_are_added_up() -> None:
 
 
 def test_states_on_a_disk_are_told_where_there_are_some(tmp_path: Path) -> None:
-    model = model_of_layers()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with memkit.StateOffload(optimizer, disk=memkit.Disk(tmp_path, limit="1MiB"), device=ReferenceDevice()) as states:
-        for _ in range(2):
-            model(torch.randn(4, 64)).sum().backward()
-            optimizer.step()
-
+    with states_of_a_model(disk=memkit.Disk(tmp_path, limit="1MiB")) as states:
         values, stats = memkit.live_values(states), states.stats()
 
     found = [values[f"memkit/states/{name}_gib"] * GIB for name in ("disk", "read", "written")]
@@ -163,3 +160,55 @@ def test_other_objects_are_refused() -> None:
         memkit.live_values("nobody")
     with pytest.raises(ValueError, match="stats needs a context with a tag"):
         memkit.live_values(memkit.no_offload())
+
+
+def _labels(context: object, units: list[int]) -> set[str]:
+    device = torch.device("cpu")
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
+        step(leaf_on(device), units, lambda: context)  # type: ignore[arg-type, return-value]
+    return {event.name for event in trace.events() if event.name.startswith("memkit::")}
+
+
+def test_copies_waits_and_replays_are_in_a_trace() -> None:
+    device = ReferenceDevice()
+    offload = memkit.CPUOffload(1.0, "traced", min_bytes=0, window_bytes=0, device=device)
+    remat = memkit.Rematerialize(2 * UNIT_BYTES, "replayed", policy="dtr", min_bytes=0, device=device)
+
+    assert _labels(offload, [1] * 6) == {"memkit::evict", "memkit::fetch", "memkit::wait"}
+    assert _labels(remat, [1] * 6) == {"memkit::replay"}
+
+
+def test_a_label_asks_for_names_only_where_a_profiler_runs() -> None:
+    asked = []
+
+    class Piece:
+        @property
+        def names(self) -> str:
+            asked.append(self)
+            return "a to b"
+
+    with label("step", Piece()):
+        pass
+    assert not asked
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace, label("step", Piece()):
+        pass
+
+    assert "memkit::step (a to b)" in {event.name for event in trace.events()}
+
+
+@pytest.mark.parametrize("kind", ["offload", "remat"])
+def test_plans_and_deviations_are_logged(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    device, make = ReferenceDevice(), memkit.CPUOffload if kind == "offload" else memkit.Rematerialize
+    x, window = leaf_on(device.torch_device), {"window_bytes": 0} if kind == "offload" else {}
+
+    def run(units: list[int]) -> list[str]:
+        caplog.clear()
+        step(x, units, lambda: make(0.5, "logged", min_bytes=0, device=device, **window))  # type: ignore[arg-type]
+        return [record.getMessage() for record in caplog.records]
+
+    with caplog.at_level(logging.DEBUG, logger="memkit"):
+        known = [text for _ in range(4) for text in run([1] * 6)]  # planned again once it is known what each op takes
+        assert not run([1] * 6)
+        assert run([1, 1, 2, 1])
+
+    assert any(text.endswith("offload 3.00 KiB of 6.00 KiB, in 6 storages") or "recompute 3.00 KiB" in text for text in known)

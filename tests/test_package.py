@@ -134,24 +134,20 @@ def test_only_torch_private_names_what_is_private_in_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "code",
+    ("code", "is_private"),
     [
-        "from torch._ops import OpOverload",
-        "import torch._dynamo",
-        "self.alias._version",
-        "attrgetter('_cdata')",
-        "sys.modules['torch._dynamo']",
-        "from memkit.core.torch_private import version_of",
-        "module._buffers",
+        ("from torch._ops import OpOverload", True),
+        ("import torch._dynamo", True),
+        ("self.alias._version", True),
+        ("attrgetter('_cdata')", True),
+        ("sys.modules['torch._dynamo']", True),
+        ("from memkit.core.torch_private import version_of", True),
+        ("module._buffers", True),
+        *((code, False) for code in ("self._buffers", "other._own", "sys._getframe(1)", "tensor.__dict__")),
     ],
 )
-def test_check_of_private_names_can_fail(code: str) -> None:
-    assert _private_names(ast.parse(code), {"_own", "_buffers"}, {"_own"}) != []
-
-
-@pytest.mark.parametrize("code", ["self._buffers", "other._own", "sys._getframe(1)", "tensor.__dict__"])
-def test_check_of_private_names_leaves_others_alone(code: str) -> None:
-    assert _private_names(ast.parse(code), {"_own", "_buffers"}, {"_own"}) == []
+def test_check_of_private_names_can_fail(code: str, is_private: bool) -> None:
+    assert bool(_private_names(ast.parse(code), {"_own", "_buffers"}, {"_own"})) == is_private
 
 
 def test_each_name_of_torch_private_is_used() -> None:
@@ -247,7 +243,9 @@ def test_names_at_the_top_level() -> None:
         "CPUOffload Disk GradScaler LayerOffload MemoryBudget Rematerialize StateOffload attach detach device keep live_values "
         "no_offload offload plan_memory profile_memory recompute reset schedules shard stats"
     )
-    assert all(hasattr(memkit, name) for name in memkit.__all__)
+    assert [name for name in memkit.__all__ if not getattr(memkit, name).__doc__] == []
+    with pytest.raises(AttributeError, match="module 'memkit' has no attribute 'Offload'"):
+        memkit.Offload  # noqa: B018
 
 
 _FRESH = """
@@ -285,38 +283,20 @@ def test_import_is_lean_and_waits_for_torch_until_it_is_needed() -> None:
     }
 
 
-def test_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'memkit' has no attribute 'Offload'"):
-        memkit.Offload  # noqa: B018
-
-
-def test_public_objects_are_documented() -> None:
-    undocumented = [name for name in memkit.__all__ if not getattr(memkit, name).__doc__]
-
-    assert undocumented == []
-
-
 def test_planning_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import memkit.plan.front"
 
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        ("2.9.1+cu128", 'memkit needs torch 2.10 or newer; found 2.9.1+cu128. Run: pip install "torch>=2.10"'),
-        ("1.13", 'memkit needs torch 2.10 or newer; found 1.13. Run: pip install "torch>=2.10"'),
-        (None, 'memkit needs torch 2.10 or newer; found none. Run: pip install "torch>=2.10"'),
-    ],
-)
-def test_torch_that_is_too_old_is_one_line(found: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("found", ["2.9.1+cu128", "1.13", None])
+def test_torch_that_is_too_old_is_one_line(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch_floor, "torch_version", lambda: found)
 
     with pytest.raises(ImportError) as error:
         _torch_floor.require_torch()
 
-    assert str(error.value) == message
+    assert str(error.value) == f'memkit needs torch 2.10 or newer; found {found or "none"}. Run: pip install "torch>=2.10"'
 
 
 @pytest.mark.parametrize("found", ["2.10.0", "2.15.0+cu132", "3.0", "2.12.0a0+git1234", "unknown"])
@@ -360,3 +340,31 @@ def test_check_of_lists_can_fail(tmp_path: Path) -> None:
     (tmp_path / "__init__.py").write_text('"""Room.\n\n- `one`: first\n- `two`:\n"""\n')
 
     assert _listed(tmp_path) == ["one"]
+
+
+_CLASSES = ("Thread", "Timer", "ThreadPoolExecutor")
+
+
+def _unnamed(source: str) -> list[int]:
+    """Return the lines that begin threads without a name of memkit's."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    begin = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in _CLASSES]
+    return [call.lineno for call in begin if not re.search(r"'memkit", ast.unparse(call))]
+
+
+def test_threads_have_names_of_memkit() -> None:
+    assert {str(path): lines for path in PACKAGE.rglob("*.py") if (lines := _unnamed(path.read_text()))} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("threading.Thread(target=f)", [1]),
+        ("Thread(target=f, name='other')", [1]),
+        ("\nThreadPoolExecutor(1)", [2]),
+        ("ThreadPoolExecutor(1, 'memkit parts')", []),
+        ("[threading.Thread(target=f, name=f'memkit-disk-{n}') for n in range(3)]", []),
+    ],
+)
+def test_check_can_fail(source: str, lines: list[int]) -> None:
+    assert _unnamed(source) == lines

@@ -34,6 +34,13 @@ def blocks():
 
 def bilinear():
     return nn.Bilinear(64, 64, 8)
+
+class Two(nn.Bilinear):
+    def __init__(self):
+        super().__init__(4, 4, 1)
+
+    def forward(self, x, y):
+        return self.weight.sum() * x.sum() + y.sum()
 """
 PLAN = ["plan", "models_to_plan:blocks", "--input", "4096x256", "--gpu", "RTX 4090"]
 
@@ -42,6 +49,10 @@ PLAN = ["plan", "models_to_plan:blocks", "--input", "4096x256", "--gpu", "RTX 40
 def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models_to_plan.py").write_text(MODELS)
     monkeypatch.syspath_prepend(tmp_path)
+
+
+def peak_mib(out: str) -> float:
+    return float(re.findall(r"plain peak: ([\d.]+) MiB", out)[0])
 
 
 def rows_of(out: str) -> list[list[str]]:
@@ -59,7 +70,7 @@ def test_budgets_run_from_the_plain_peak_to_the_least(capsys: pytest.CaptureFixt
     assert max(map(len, out.splitlines())) <= 80
     assert [len(row) for row in rows] == [11, 11, 11]
     assert rows[0][3] == "1.000"
-    assert float(rows[0][0]) == pytest.approx(float(re.findall(r"plain peak: ([\d.]+) MiB", out)[0]))
+    assert float(rows[0][0]) == pytest.approx(peak_mib(out))
     assert float(rows[-1][0]) == pytest.approx(float(re.findall(r"least budget: ([\d.]+) MiB", out)[0]))
     assert all(float(row[1]) <= float(row[0]) for row in rows)
     times = [float(row[3]) for row in rows]
@@ -83,8 +94,7 @@ def test_files_hold_the_rows_and_the_plans(capsys: pytest.CaptureFixture[str], t
 @pytest.mark.slow
 def test_states_of_the_optimizer_and_dtypes_count(capsys: pytest.CaptureFixture[str]) -> None:
     def plain_peak_mib(*options: str) -> float:
-        out = run_command(capsys, *PLAN, "--budget", "1.0", *options)[1]
-        return float(re.findall(r"plain peak: ([\d.]+) MiB", out)[0])
+        return peak_mib(run_command(capsys, *PLAN, "--budget", "1.0", *options)[1])
 
     params_mib = 6 * (256 * 1024 * 2 + 1024 + 256) * 4 / MIB
     plain = plain_peak_mib()
@@ -134,7 +144,6 @@ def test_the_base_of_a_rank_is_its_shards() -> None:
     weight, inputs = 64 * 64 * 4, 512 * 64 * 4
     assert shards.state_bytes == 0
     assert trace.base_bytes == inputs + weight + weight + 2 * weight  # shards of four, their gradients, two gathered
-    assert report.trace is not None
     less = [whole - one for whole, one in zip(report.trace.live_bytes, trace.live_bytes, strict=True)]
     assert less == sorted(less)
     assert less[-1] == 2 * weight  # of four whole gradients, those of the last two layers are there at the end
@@ -147,11 +156,23 @@ def test_a_budget_that_is_too_small_is_a_row_without_figures(capsys: pytest.Capt
     assert rows[1] == ["10.00", *["-"] * 10]
 
 
+def test_a_measured_spec_is_read_and_models_without_blocks_have_no_checkpoints(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(find_gpu("H200").to_json().replace('"H200"', '"mine"'))
+    inputs = ["--input", "4096x64"] * 2
+
+    out = run_command(capsys, "plan", "models_to_plan:bilinear", *inputs, "--gpu", str(path), "--budget", "1.0")[1]
+
+    assert ", on mine (predicted)\n" in out
+    assert rows_of(out)[0][-1] == "-"
+
+
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_one_more_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     def plain_peak_mib(batch: int) -> float:
-        out = run_command(capsys, *PLAN[:3], f"{batch}x256", *PLAN[4:], "--budget", "1.0")[1]
-        return float(re.findall(r"plain peak: ([\d.]+) MiB", out)[0])
+        return peak_mib(run_command(capsys, *PLAN[:3], f"{batch}x256", *PLAN[4:], "--budget", "1.0")[1])
 
     out = run_command(capsys, *PLAN, "--budget", "200MiB", "--batch-search")[1]
 
@@ -180,23 +201,6 @@ def test_the_largest_batch_is_the_same_from_a_start_that_does_not_fit(
     assert re.search(r"plain [1-9]\d*, planned [1-9]\d*", answer)
     assert rows_of(table)[0][1:] == ["-"] * 10
     assert json.loads(paths["--json"].read_text())["plans"] == {}
-
-
-def test_a_measured_spec_is_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text(find_gpu("H200").to_json().replace('"H200"', '"mine"'))
-
-    out = run_command(capsys, *PLAN[:5], str(path), "--budget", "0.8")[1]
-
-    assert ", on mine (predicted)\n" in out
-
-
-def test_models_without_blocks_have_no_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
-    out = run_command(
-        capsys, "plan", "models_to_plan:bilinear", *["--input", "4096x64"] * 2, "--gpu", "H200", "--budget", "1.0"
-    )[1]
-
-    assert rows_of(out)[0][-1] == "-"
 
 
 @pytest.mark.parametrize(
@@ -244,20 +248,12 @@ def test_failures_of_the_model_are_one_line_and_status_one(
     assert_fails(capsys, arguments, message, status=1)
 
 
-def test_what_no_batch_is_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "models_of_two.py").write_text(
-        "from torch import nn\n"
-        "class Two(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.fc = nn.Linear(4, 4)\n"
-        "    def forward(self, x, y):\n"
-        "        return self.fc(x).sum() + y.sum()\n"
-    )
+def test_what_no_batch_is_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = [*("--input", "8x4"), *("--input", "3x4")]
 
     assert_fails(
         capsys,
-        ["plan", "models_of_two:Two", "--input", "8x4", "--input", "3x4", "--gpu", "H200", "--batch-search", "--budget", "1.0"],
+        ["plan", "models_to_plan:Two", *inputs, "--gpu", "H200", "--batch-search", "--budget", "1.0"],
         "--batch-search needs inputs whose first sizes are the batch: equal, and 1 or more; found 8x4, 3x4. Leave it out",
     )
 

@@ -14,16 +14,8 @@ from memkit.cli import arguments
 from memkit.cli.specs import UsageError, build_model, loss_of, make_inputs
 
 META = torch.device("meta")
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 100,
-    "dtype": "bfloat16",
-}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "vocab_size": 100}
+LLAMA |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def config(folder: Path, **content: Any) -> Path:
@@ -48,11 +40,6 @@ def test_model_of_timm() -> None:
 
     assert type(model).__name__ == "VisionTransformer"
     assert next(model.parameters()).is_meta
-
-
-def test_timm_names_that_are_near() -> None:
-    pytest.importorskip("timm")
-
     with pytest.raises(UsageError, match=r"timm has no model 'resnet5000'. Did you mean timm:resnet"):
         build_model("timm:resnet5000", META)
 
@@ -71,13 +58,8 @@ def test_model_of_transformers(how: str, tmp_path: Path) -> None:
     assert model.config.use_cache is False
 
 
-SMALL_BERT = {
-    "model_type": "bert",
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-}
+SMALL_BERT = {"model_type": "bert", "num_hidden_layers": 1, "num_attention_heads": 4}
+SMALL_BERT |= {"hidden_size": 64, "intermediate_size": 64}
 SMALL_GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 4}
 SMALL_WHISPER = {"model_type": "whisper", "d_model": 48, "encoder_layers": 1, "decoder_layers": 1}
 SMALL_T5 = {"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 4}
@@ -119,11 +101,6 @@ def test_file_that_is_no_configuration(content: str, message: str, tmp_path: Pat
         build_model(f"hf:{tmp_path}", META)
 
 
-def test_name_of_the_hub_says_where_the_file_is() -> None:
-    with pytest.raises(UsageError, match=r"found no file 'meta-llama/Llama-3'.*`hf download MODEL config.json`"):
-        build_model("hf:meta-llama/Llama-3", META)
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -131,6 +108,7 @@ def test_name_of_the_hub_says_where_the_file_is() -> None:
         ("torchvision:video.r3d_81", r"Did you mean torchvision:video\.r3d_18"),
         ("torch.nn:Relu", r"torch\.nn has no 'Relu'\. Did you mean .*torch\.nn:ReLU"),
         ("huggingface:llama", "there is no module 'huggingface'. For a model of transformers write hf:CONFIG.json"),
+        ("hf:meta-llama/Llama-3", r"found no file 'meta-llama/Llama-3'.*`hf download MODEL config.json`"),
     ],
 )
 def test_near_names_are_told(spec: str, message: str) -> None:

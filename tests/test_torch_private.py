@@ -87,8 +87,19 @@ class Replica(nn.Module):
     """Stands for a DistributedDataParallel without what the refusal reads."""
 
 
-def name_of(op: object) -> None:
-    ops.names_of_ops([op])
+def ask_what_is_sharded() -> None:
+    importlib.import_module(borders.FSDP)
+    borders.mark_sharded()
+
+
+def pad_as_on_target() -> None:
+    with target.TargetMode("cuda", backend_dependent=lambda: None):
+        functional.pad(torch.ones(1, 1, 4, 4, device="meta"), (1, 1, 1, 1), mode="reflect")
+
+
+def move_as_on_target() -> None:
+    with run.TargetOps("cpu"):
+        torch.ones(1).to("meta")
 
 
 OPENERS: dict[Feature, Callable[[], object]] = {
@@ -106,7 +117,7 @@ USES: dict[str, Callable[[], object]] = {
     "scale_of": lambda: torch_private.scale_of(Replica()),  # type: ignore[arg-type]  # no scaler, on purpose
     "unscale_grads": lambda: scaler.GradScaler("cpu")._unscale_grads_(None, torch.ones(1), torch.ones(1), False),  # type: ignore[arg-type]
     "op_of_custom": lambda: torch_private.op_of_custom(Replica()),  # type: ignore[arg-type]  # no op, on purpose
-    "packet_name": lambda: name_of(torch.ops.aten.mul),
+    "packet_name": lambda: ops.names_of_ops([torch.ops.aten.mul]),
     "higher_order_effect": lambda: torch_private.higher_order_effect(torch.ops.aten.mul.Tensor),
     "sparse_indices": lambda: list(storages_of(torch.eye(2).to_sparse())),
     "sparse_values": lambda: list(storages_of(torch.eye(2).to_sparse())),
@@ -121,26 +132,11 @@ USES: dict[str, Callable[[], object]] = {
         torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1
     ),
     "dispatch_registrations": names_autocast,
-    "nn_functions": lambda: pad_as_on_target(),
-    "backward_task": lambda: move_as_on_target(),
-    "sharded_modules": lambda: ask_what_is_sharded(),
+    "nn_functions": pad_as_on_target,
+    "backward_task": move_as_on_target,
+    "sharded_modules": ask_what_is_sharded,
 }
 """The same of names that only some models, or some arguments, need."""
-
-
-def ask_what_is_sharded() -> None:
-    importlib.import_module(borders.FSDP)
-    borders.mark_sharded()
-
-
-def pad_as_on_target() -> None:
-    with target.TargetMode("cuda", backend_dependent=lambda: None):
-        functional.pad(torch.ones(1, 1, 4, 4, device="meta"), (1, 1, 1, 1), mode="reflect")
-
-
-def move_as_on_target() -> None:
-    with run.TargetOps("cpu"):
-        torch.ones(1).to("meta")
 
 
 @pytest.mark.parametrize(("name", "feature"), TAGGED)
@@ -223,6 +219,8 @@ def test_error_says_need_found_and_what_to_do(take_away: Callable[[str], None]) 
 
     with pytest.raises(MissingTorchNameError) as raised:
         torch_private.num_storage_users  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'nothing_like_it'"):
+        torch_private.nothing_like_it  # type: ignore[attr-defined]  # noqa: B018
 
     assert str(raised.value) == (
         "LayerOffload needs torch._C._storage_Use_Count (whether a slot is in use); found torch "
@@ -230,18 +228,11 @@ def test_error_says_need_found_and_what_to_do(take_away: Callable[[str], None]) 
     )
 
 
-def test_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'nothing_like_it'"):
-        torch_private.nothing_like_it  # type: ignore[attr-defined]  # noqa: B018
-
-
-@pytest.mark.parametrize("name", [name for name, private in NAMES.items() if private.features])
-def test_torch_has_what_is_needed_of_it(name: str) -> None:
-    assert getattr(torch_private, name) is not None
-    assert vars(torch_private)[name] is getattr(torch_private, name)  # it is looked up once
-
-
-def test_table_and_annotations_agree() -> None:
+def test_torch_has_what_is_needed_of_it() -> None:
+    for name, private in NAMES.items():
+        if private.features:
+            assert getattr(torch_private, name) is not None
+            assert vars(torch_private)[name] is getattr(torch_private, name)  # it is looked up once
     assert set(torch_private.__annotations__) - {"NAMES"} <= set(NAMES)
     assert len({private.symbol for private in NAMES.values()}) == len(NAMES)
 
@@ -249,30 +240,15 @@ def test_table_and_annotations_agree() -> None:
 # What is recognised by name
 
 
-def _views() -> dict[str, Tensor]:
-    leaf = torch.ones(4, 4, requires_grad=True)
-    return {
-        "T": leaf.t(),
-        "Transpose": leaf.transpose(0, 1),
-        "View": leaf.view(16),
-        "UnsafeView": torch.ops.aten._unsafe_view(leaf, (16,)),
-        "ReshapeAlias": torch.ops.aten._reshape_alias(leaf, (16,), (1,)),
-        "Permute": leaf.permute(1, 0),
-        "Expand": leaf.expand(2, 4, 4),
-        "Slice": leaf[1:],
-        "Select": leaf[1],
-        "Unsqueeze": leaf.unsqueeze(0),
-        "Squeeze": leaf.squeeze(),
-        "AsStrided": leaf.as_strided((2, 2), (1, 1)),
-        "Alias": torch.ops.aten.alias(leaf),
-    }
-
-
 def test_graph_nodes_are_called_as_they_were() -> None:
-    leaf = torch.ones(2, requires_grad=True)
+    leaf = torch.ones(4, 4, requires_grad=True)
+    aten = torch.ops.aten
+    views = [leaf.t(), leaf.transpose(0, 1), leaf.view(16), aten._unsafe_view(leaf, (16,)), leaf.permute(1, 0), leaf[1:]]
+    views += [aten._reshape_alias(leaf, (16,), (1,)), leaf.expand(2, 4, 4), leaf[1], leaf.unsqueeze(0), leaf.squeeze()]
+    views += [leaf.as_strided((2, 2), (1, 1)), aten.alias(leaf)]
 
-    assert {type(view.grad_fn).__name__ for view in _views().values()} == torch_private.VIEW_NODES
-    assert all(map(is_from_leaf, _views().values()))
+    assert {type(view.grad_fn).__name__ for view in views} == torch_private.VIEW_NODES
+    assert all(map(is_from_leaf, views))
     assert type(leaf.expand_as(leaf).grad_fn.next_functions[0][0]).__name__ == torch_private.LEAF_NODE  # type: ignore[union-attr]
     assert type(leaf.to(torch.float64).grad_fn).__name__ == torch_private.CAST_NODE
 
@@ -282,7 +258,6 @@ def test_checkpoint_sets_hooks_of_its_own_module() -> None:
 
     def run(x: Tensor) -> Tensor:
         hooks = torch_private.top_saved_tensor_hooks(True)
-        assert hooks is not None
         packs.append(hooks[0])
         return x.sin()
 

@@ -10,8 +10,7 @@ import pytest
 from memkit.core.sizes import format_gib
 from memkit.plan import MemoryPlan
 from memkit.profile import MemoryReport
-from tests.page.browser import needs_browser, opened
-from tests.page.reports import EVIL, plans_of, report_of_blocks, report_of_evil
+from tests.page.browser import EVIL, needs_browser, opened, plans_of, report_of_blocks, report_of_evil
 
 pytestmark = [needs_browser, pytest.mark.slow]
 
@@ -115,7 +114,6 @@ def test_timeline_stacks_what_is_there(told: dict[str, Any]) -> None:
 
 def test_peak_is_told_and_what_is_alive_there(told: dict[str, Any], report: MemoryReport) -> None:
     memory = report.step_memory
-    assert memory is not None
     largest = memory.grouped_at(memory.peak)[0]
 
     assert told["at_peak"] == told["back"] == f"At the peak: {format_gib(memory.peak_bytes)}"
@@ -125,7 +123,6 @@ def test_peak_is_told_and_what_is_alive_there(told: dict[str, Any], report: Memo
 
 def test_another_moment_can_be_looked_at(told: dict[str, Any], report: MemoryReport) -> None:
     memory = report.step_memory
-    assert memory is not None
 
     assert told["at_begin"] == f"At this moment: {format_gib(memory.total_bytes[0])}"
     assert told["alive_at_begin"] != told["alive_at_peak"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import os
 import random
@@ -20,6 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memkit
+from memkit.cli.main import main
 from memkit.page.document import (
     MOST_POINTS,
     MOST_STORAGES,
@@ -31,13 +34,15 @@ from memkit.page.document import (
     spans_of,
     timeline_of,
 )
-from memkit.plan import Action, find_gpu
+from memkit.page.under_plan import under_plan
+from memkit.plan import Action, MemoryPlan, StepTrace, find_gpu
 from memkit.plan.asked import problem_of, trace_of
-from memkit.plan.budget.planning import plan_budget_jointly
+from memkit.plan.budget.planning import JointPlanner, plan_budget_jointly
+from memkit.plan.budget.problem import make_problem
 from memkit.profile import MemoryReport
 from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory
-from tests.page.browser import needs_browser, opened
-from tests.page.reports import EVIL, Block, plans_of, profiled, report_of_blocks, report_of_evil
+from tests.page.browser import EVIL, Block, needs_browser, opened, plans_of, profiled, report_of_blocks, report_of_evil
+from tests.plan.budget.steps import gpu, layers, random_trace
 
 MOST_BYTES = 8 * 10**6
 _START_S = 10
@@ -127,9 +132,7 @@ def test_texts_of_users_are_what_they_were(tmp_path: Path) -> None:
 
 
 def test_report_of_a_forward_says_how_to_have_a_timeline() -> None:
-    report = memkit.profile_memory(nn.Linear(4, 4), torch.zeros(2, 4), print_table=False)
-
-    data = data_of(page_of(report))
+    data = data_of(page_of(memkit.profile_memory(nn.Linear(4, 4), torch.zeros(2, 4), print_table=False)))
 
     assert data["timeline"] is None
     assert "backward=True" in data["no_timeline"]
@@ -138,13 +141,9 @@ def test_report_of_a_forward_says_how_to_have_a_timeline() -> None:
 
 def test_what_no_tensor_holds_is_told() -> None:
     report = report_of_blocks()
-    assert report.step_memory is not None
-    assert report.backward_peak_bytes is not None
-
     more = replace(report, backward_peak_bytes=report.step_memory.peak_bytes + 2**20, optimizer=None)
 
-    assert contents_of(report)["unseen_bytes"] == 0
-    assert contents_of(more)["unseen_bytes"] == 2**20
+    assert [contents_of(each)["unseen_bytes"] for each in (report, more)] == [0, 2**20]
 
 
 @pytest.mark.slow
@@ -238,25 +237,16 @@ def test_page_is_soon_written_and_drawn(make: Callable[[], MemoryReport], most_s
 def memory_of_ops(num_ops: int, *, seed: int = 0) -> StepMemory:
     """Return a step of so many ops, each of which makes a storage that stays for a while."""
     draw = random.Random(seed)
-    storages = [
-        AliveStorage(
-            category=MemoryCategory.ACTIVATION if place % 3 else MemoryCategory.TEMP,
-            module=f"layers.{place % 50}",
-            what="mm",
-            num_bytes=512 * draw.randint(1, 4000),
-            begin=place,
-            end=min(num_ops, place + draw.randint(1, 200)),
-        )
-        for place in range(num_ops)
-    ]
-    params = AliveStorage(category=MemoryCategory.PARAM, module="(model)", what="weight", num_bytes=2**24, begin=0, end=num_ops)
-    moments = tuple(
-        Moment(
-            phase=Phase.FORWARD if place < num_ops // 3 else Phase.BACKWARD, op="aten.mm.default", module=f"layers.{place % 50}"
-        )
-        for place in range(num_ops)
-    )
-    return StepMemory(moments=moments, storages=(params, *storages))
+    storages = [AliveStorage(category=MemoryCategory.PARAM, module="(model)", what="w", num_bytes=2**24, begin=0, end=num_ops)]
+    moments = []
+    for place in range(num_ops):
+        category = MemoryCategory.ACTIVATION if place % 3 else MemoryCategory.TEMP
+        module, phase = f"layers.{place % 50}", Phase.FORWARD if place < num_ops // 3 else Phase.BACKWARD
+        num_bytes, end = 512 * draw.randint(1, 4000), min(num_ops, place + draw.randint(1, 200))
+        made = {"what": "mm", "num_bytes": num_bytes, "begin": place, "end": end}
+        storages.append(AliveStorage(category=category, module=module, **made))
+        moments.append(Moment(phase=phase, op="aten.mm.default", module=module))
+    return StepMemory(moments=tuple(moments), storages=tuple(storages))
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=500), st.integers(4, 60))
@@ -265,14 +255,10 @@ def test_each_stretch_keeps_its_highest_and_its_lowest(levels: list[int], most: 
 
     assert places == sorted(set(places))
     assert len(places) <= most + 2
-    for number in range(most // 2):
-        stretch = levels[number * len(levels) // (most // 2) : (number + 1) * len(levels) // (most // 2)]
-        kept = [
-            levels[place]
-            for place in places
-            if number * len(levels) // (most // 2) <= place < (number + 1) * len(levels) // (most // 2)
-        ]
-        assert not stretch or {max(stretch), min(stretch)} <= set(kept)
+    ends = [number * len(levels) // (most // 2) for number in range(most // 2 + 1)]
+    for begin, end in itertools.pairwise(ends):
+        stretch = levels[begin:end]
+        assert not stretch or {max(stretch), min(stretch)} <= {levels[place] for place in places if begin <= place < end}
 
 
 @pytest.mark.parametrize("num_ops", [1, 30, 5000, 20_000])
@@ -302,3 +288,119 @@ def test_timeline_of_a_few_ops() -> None:
     assert list(categories_of(memory)) == ["param", "activation", "temp"]  # but for those that are never there
     for moment in range(30):
         assert sum(row[3] for row in line["storages"] if row[4] <= moment < row[5]) == memory.total_bytes[moment]
+
+
+MODEL = ["tests.page.test_document:small_model", "--input", "4096x64"]
+
+
+def small_model() -> object:
+    from torch import nn
+
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(3)])
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_profile_draws_the_whole_step(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "step.html"
+
+    assert main(["profile", *MODEL, "--device", device, "--html", str(page)]) == 0
+
+    data = data_of(page.read_text(encoding="utf-8"))
+    assert [phase["name"] for phase in data["timeline"]["phases"]] == ["forward", "loss", "backward"]
+    assert data["timeline"]["num_moments"] > 10
+    assert data["plans"] is None
+    assert any(row[8] for row in data["rows"]) == (device == "cpu")  # seconds of forwards
+    assert "(model)" in capsys.readouterr().out
+
+
+def test_plan_draws_each_budget_and_the_optimizer(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+
+    assert main(["plan", *MODEL, "--gpu", "RTX 3090", "--optimizer", "adamw", "--steps", "3", "--html", str(page)]) == 0
+
+    data = data_of(page.read_text(encoding="utf-8"))
+    assert len(data["plans"]["rows"]) == 3
+    assert "optimizer state" in {series["key"] for series in data["timeline"]["series"]}
+    highest = max(sum(values) for values in zip(*(series["y"] for series in data["timeline"]["series"]), strict=True))
+    assert highest == pytest.approx(data["plans"]["plain_peak_bytes"], rel=0.01)
+
+
+@pytest.mark.parametrize("command", [["profile", *MODEL], ["plan", *MODEL, "--gpu", "RTX 3090"]], ids=["profile", "plan"])
+def test_missing_plotly_is_told_before_anything_runs(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "plotly" else found(name, *more))
+
+    assert main([*command, "--html", str(tmp_path / "step.html")]) != 0
+
+    error = capsys.readouterr().err
+    assert 'error: --html needs plotly; install it with pip install "plotly>=5"' in error
+    assert not (tmp_path / "step.html").exists()
+
+
+def test_file_that_cannot_be_written_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *MODEL, "--device", "meta", "--html", str(tmp_path / "missing" / "step.html")]) != 0
+
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def peak_under(trace: StepTrace, plan: MemoryPlan) -> int:
+    base_bytes = plan.plain_peak_bytes - max(trace.live_bytes)
+    levels = zip(trace.live_bytes, *under_plan(trace, plan), strict=True)
+    return base_bytes + max(map(sum, levels))
+
+
+@pytest.mark.parametrize("mib_per_s", [500, 20_000])
+@pytest.mark.parametrize("seed", range(8))
+def test_peak_of_a_step_is_as_predicted(seed: int, mib_per_s: int) -> None:
+    trace = layers(6) if not seed else random_trace(seed)
+    problem = make_problem(trace, gpu(mib_per_s))
+    joint = JointPlanner(problem)
+
+    for planner in (joint, *joint.alone.values()):
+        least_bytes = planner.least().peak_bytes
+        for share in (0.0, 0.3, 0.6, 0.9):
+            plan = planner.plan(int(least_bytes + share * (problem.plain_peak_bytes - least_bytes)))
+            assert peak_under(trace, plan) == plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.95, 0.8])
+def test_peak_of_a_model_is_as_predicted(share: float) -> None:
+    report = report_of_blocks(6)
+    assert report.trace is not None
+    (plan,) = plans_of(report, share)
+
+    assert peak_under(report.trace, plan) == plan.predicted_peak_bytes
+
+
+def test_nothing_changes_where_all_stays() -> None:
+    trace = layers(3)
+    problem = make_problem(trace, gpu())
+
+    saved, again = under_plan(trace, plan_budget_jointly(problem, problem.plain_peak_bytes))
+
+    assert not any(saved)
+    assert not any(again)
+
+
+def test_what_leaves_is_gone_until_it_is_fetched() -> None:
+    trace = layers(6)
+    problem = make_problem(trace, gpu())
+    plan = plan_budget_jointly(problem, int(0.7 * problem.plain_peak_bytes), actions={Action.OFFLOAD})
+    leaving = [value for value in plan.values if value.action is Action.OFFLOAD]
+
+    saved, _ = under_plan(trace, plan)
+
+    assert leaving
+    assert min(saved) < 0
+    assert -min(saved) <= sum(value.num_bytes for value in leaving)
+    assert saved[0] == saved[-1] == 0
+
+
+def test_plan_of_another_step_is_refused() -> None:
+    problem = make_problem(layers(3), gpu())
+    plan = plan_budget_jointly(problem, problem.plain_peak_bytes)
+
+    with pytest.raises(ValueError, match="this plan is for another step: model"):
+        under_plan(replace(layers(3), model="Other"), plan)

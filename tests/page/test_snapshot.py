@@ -17,7 +17,7 @@ from torch.cuda import _memory_viz
 from memkit.page.snapshot import snapshot_of
 from memkit.profile import MemoryReport
 from memkit.profile.alive import MemoryCategory
-from tests.page.reports import report_of_blocks
+from tests.page.browser import report_of_blocks
 from tests.page.test_document import memory_of_ops
 
 
@@ -34,17 +34,23 @@ def snapshot(report: MemoryReport, tmp_path_factory: pytest.TempPathFactory) -> 
     return found
 
 
-def levels_of(snapshot: dict[str, Any]) -> list[int]:
-    """Return the bytes that are allocated after each event; what is allocated twice, or freed without, fails."""
+def levels_of(snapshot: dict[str, Any], *, apart: bool = False) -> list[int]:
+    """Return the bytes that are allocated after each event; what is allocated twice, or freed without, fails.
+
+    Args:
+        apart: whether to look at all that is there, that no two are in one place: it takes long.
+    """
     (events,), there, levels = snapshot["device_traces"], dict[int, int](), [0]
     for event in events:
+        begin, size = event["addr"], event["size"]
         if event["action"] == "alloc":
-            assert event["addr"] not in there
-            there[event["addr"]] = event["size"]
-            levels.append(levels[-1] + event["size"])
+            assert begin not in there
+            assert not apart or all(begin + size <= at or begin >= at + other for at, other in there.items())
+            there[begin] = size
+            levels.append(levels[-1] + size)
         elif event["action"] == "free_completed":
-            assert there.pop(event["addr"]) == event["size"]
-            levels.append(levels[-1] - event["size"])
+            assert there.pop(begin) == size
+            levels.append(levels[-1] - size)
     return levels
 
 
@@ -93,7 +99,6 @@ def test_fields_are_those_that_torch_documents(kind: str, snapshot: dict[str, An
 def test_what_is_left_is_in_the_blocks(snapshot: dict[str, Any], report: MemoryReport) -> None:
     (segment,) = snapshot["segments"]
     active = [block for block in segment["blocks"] if block["state"] == "active_allocated"]
-    assert report.step_memory is not None
 
     assert max(levels_of(snapshot)) == report.step_memory.peak_bytes
     assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
@@ -116,23 +121,13 @@ def test_frames_tell_module_and_op(snapshot: dict[str, Any], report: MemoryRepor
 def test_no_two_are_in_one_place(num_ops: int, report: MemoryReport) -> None:
     memory = memory_of_ops(num_ops)
     snapshot = snapshot_of(replace(report, step_memory=memory))
-    there = dict[int, int]()
 
-    for event in snapshot["device_traces"][0]:
-        if event["action"] == "alloc":
-            begin, end = event["addr"], event["addr"] + event["size"]
-            assert all(end <= other or begin >= other + size for other, size in there.items())
-            there[begin] = event["size"]
-        elif event["action"] == "free_completed":
-            del there[event["addr"]]
-
-    assert max(levels_of(snapshot)) == memory.peak_bytes
+    assert max(levels_of(snapshot, apart=True)) == memory.peak_bytes
     assert snapshot["segments"][0]["total_size"] < 1.5 * memory.peak_bytes
 
 
-def test_sizes_are_rounded_as_an_allocator_does(report: MemoryReport) -> None:
+def test_sizes_are_rounded_as_an_allocator_does(report: MemoryReport, tmp_path: Path) -> None:
     memory = report.step_memory
-    assert memory is not None
     odd = replace(memory, storages=tuple(replace(storage, num_bytes=storage.num_bytes + 1) for storage in memory.storages))
 
     snapshot = snapshot_of(replace(report, step_memory=odd))
@@ -140,9 +135,6 @@ def test_sizes_are_rounded_as_an_allocator_does(report: MemoryReport) -> None:
     assert all(event["size"] % 512 == 0 for event in snapshot["device_traces"][0])
     assert any(block["requested_size"] < block["size"] for block in snapshot["segments"][0]["blocks"])
     _memory_viz.segsum(snapshot)
-
-
-def test_report_without_moments_is_refused(report: MemoryReport, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a snapshot needs a report that knows the step moment by moment"):
         replace(report, step_memory=None).to_snapshot(tmp_path / "step.pickle")
 

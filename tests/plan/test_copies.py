@@ -1,15 +1,18 @@
-"""`memkit.plan.copies`: when each copy of a step is due."""
+"""When each copy of a step is due, the clocks of its lanes, and where tensors lie in a chunk."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memkit.plan.chunks import ALIGNMENT_BYTES, HEADER_BYTES, Residency, lay_out
 from memkit.plan.copies import BATCH_BYTES, CopySchedule, schedule_copies
 from memkit.plan.ratio import Forecast
+from memkit.plan.timeline import Lane, Levels, Timeline
 
 SIZES = st.sampled_from([1, 512, 4096, BATCH_BYTES // 3, BATCH_BYTES - 1, BATCH_BYTES, 5 * BATCH_BYTES])
 
@@ -197,3 +200,72 @@ def test_nothing_leaves_and_nothing_is_asked_for() -> None:
     assert copies == CopySchedule(
         out=(), num_sent=(0,) * 5, num_released=(0,) * 5, back=(), requests=(), num_fetched=(), peak_bytes=16
     )
+
+
+seconds = st.integers(0, 20)
+lanes = st.sampled_from(list(Lane))
+spans = st.lists(st.tuples(st.integers(0, 10), st.integers(0, 10), st.integers(-20, 50)), max_size=12)
+
+
+@given(st.lists(st.tuples(lanes, seconds, seconds, seconds), max_size=15))
+def test_each_lane_does_one_thing_after_the_other(work: list[tuple[Lane, int, int, int]]) -> None:
+    timeline, done = Timeline(), {lane: [0.0] for lane in Lane}
+
+    for lane, lasts, after, latency in work:
+        end_s = timeline.issue(lane, lasts, after_s=after, latency_s=latency)
+
+        assert end_s == max(done[lane][-1], after) + latency + lasts
+        done[lane].append(end_s)
+
+    assert [timeline.free_s(lane) for lane in Lane] == [done[lane][-1] for lane in Lane]
+
+
+@given(st.lists(st.tuples(seconds, seconds), max_size=12))
+def test_what_compute_waits_for_makes_all_later_moments_late(stretches: list[tuple[int, int]]) -> None:
+    """Each stretch of compute begins when it is there; compare with a clock that is set."""
+    timeline, moment_s, clock_s = Timeline(), 0.0, 0.0
+    for lasts, until in stretches:
+        stall_s = timeline.wait(moment_s, until)
+
+        assert stall_s == max(0.0, until - clock_s)
+        clock_s += stall_s
+        assert timeline.now_s(moment_s) == clock_s
+        moment_s, clock_s = moment_s + lasts, clock_s + lasts
+        assert timeline.late_s == clock_s - moment_s
+
+
+@given(spans)
+def test_levels_are_counted_at_each_place(found: list[tuple[int, int, int]]) -> None:
+    levels = Levels(10)
+    for start, end, num_bytes in found:
+        levels.add(start, end, num_bytes)
+
+    counted = [sum(num_bytes for start, end, num_bytes in found if start <= place < end) for place in range(11)]
+    assert levels.each() == counted
+    assert levels.peak_bytes == max(counted)
+    assert counted[-1] == 0
+
+
+RANGES = st.tuples(st.integers(0, 5000), st.integers(0, 3000)).map(lambda item: (item[0], item[0] + item[1]))
+
+
+@given(st.lists(st.lists(RANGES, min_size=1, max_size=4), max_size=6))
+def test_regions_lie_side_by_side_behind_the_header(groups: list[list[tuple[int, int]]]) -> None:
+    layout = lay_out(groups)
+
+    ends = [HEADER_BYTES, *(region.stop for region in layout.regions)]
+    for group, region, before in zip(groups, layout.regions, ends, strict=False):
+        low, high = min(begin for begin, _ in group), max(stop for _, stop in group)
+        assert region.num_bytes == high - low
+        assert 0 <= region.start - before < ALIGNMENT_BYTES
+        assert region.start % ALIGNMENT_BYTES == 0
+        assert [offset - region.start for offset in region.offsets] == [begin - low for begin, _ in group]
+    assert 0 <= layout.num_bytes - ends[-1] < ALIGNMENT_BYTES
+
+
+def test_bytes_that_are_newest_on_the_device_or_on_disk_are_not_lost() -> None:
+    allowed = {(before, after) for before, after in itertools.product(Residency, Residency) if before.may_become(after)}
+
+    assert {after for before, after in allowed if before is Residency.DIRTY} == {Residency.DIRTY, Residency.DEVICE}
+    assert {after for before, after in allowed if before is Residency.DISK} == {Residency.DISK, Residency.HOST}
+    assert {before for before, after in allowed if after is Residency.DISK} == {Residency.HOST, Residency.DISK}

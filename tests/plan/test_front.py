@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from memkit.plan.step import ModuleOps, StepTrace
 from tests.plan.budget.steps import MIB, gpu, layers
 
 
-def test_any_start_leads_to_the_largest_batch() -> None:
+def test_any_start_leads_to_the_largest_batch_and_a_search_that_stops_says_so() -> None:
     for seed in range(200):
         draw = random.Random(seed)
         first, rise, block = draw.choice([0, draw.randrange(10**9)]), draw.randint(1, 10**7), draw.choice([1, 8])
@@ -51,13 +52,8 @@ def test_any_start_leads_to_the_largest_batch() -> None:
         found, is_found = largest(kinked, budget_bytes, begin=draw.randint(1, 100), most=60)
         assert is_found
         assert kinked(found) <= budget_bytes < kinked(found + 1)
-
-
-def test_a_search_that_stops_says_so() -> None:
     found, is_found = largest(lambda batch: 1, 100, begin=4, most=3)
-
-    assert found >= 4
-    assert not is_found
+    assert (found >= 4, is_found) == (True, False)
 
 
 NUM_LAYERS = 6
@@ -70,13 +66,11 @@ def call(module: str, kind: str, begin: int, end: int) -> ModuleOps:
 
 
 def trace_of_blocks() -> StepTrace:
-    calls = [call("", "Model", 0, NUM_LAYERS * OF_A_LAYER), call("layers", "Sequential", 0, NUM_LAYERS * OF_A_LAYER)]
+    calls = [call(name, kind, 0, NUM_LAYERS * OF_A_LAYER) for name, kind in (("", "Model"), ("layers", "Sequential"))]
     for layer in range(NUM_LAYERS):
         begin = layer * OF_A_LAYER
-        calls += [
-            call(f"layers.{layer}", "Layer", begin, begin + OF_A_LAYER),
-            call(f"layers.{layer}.fc", "Linear", begin, begin + 2),
-        ]
+        calls.append(call(f"layers.{layer}", "Layer", begin, begin + OF_A_LAYER))
+        calls.append(call(f"layers.{layer}.fc", "Linear", begin, begin + 2))
     return replace(layers(NUM_LAYERS), modules=tuple(calls))
 
 
@@ -114,14 +108,10 @@ def test_what_comes_in_is_held_and_all_else_made_again() -> None:
     problem = problem_of_blocks()
     actions = with_checkpoints(problem, blocks_of(problem.trace)[1:2])
     changed = {held.value: action for held, action in zip(problem.values, actions, strict=True)}
+    saves = {*problem.trace.step.saves}
 
-    made_again = [
-        value for value, action in changed.items() if action is Action.RECOMPUTE and value in problem.trace.step.saves
-    ]
-    held = [value for value, action in changed.items() if action is Action.KEEP and value not in problem.trace.step.saves]
-
-    assert made_again == [6, 7, 8, 9]
-    assert held == [5]
+    assert [value for value, action in changed.items() if action is Action.RECOMPUTE and value in saves] == [6, 7, 8, 9]
+    assert [value for value, action in changed.items() if action is Action.KEEP and value not in saves] == [5]
 
 
 def test_the_curve_is_as_by_hand() -> None:
@@ -234,17 +224,12 @@ def test_the_whole_table() -> None:
     assert to_text(FRONT) == TEXT
 
 
-@pytest.mark.parametrize(
-    ("found", "line"),
-    [
-        ({}, "the largest batch that fits in 12.00 GiB: plain 140, planned 777"),
-        ({"is_planned_found": False}, "the largest batch that fits in 12.00 GiB: plain 140, planned 777 or more"),
-    ],
-)
-def test_the_largest_batch_is_below(found: dict[str, bool], line: str) -> None:
-    batch = LargestBatch(budget_bytes=12 * 2**30, num_plain=140, num_planned=777, **found)
+def test_the_largest_batch_is_below() -> None:
+    found = LargestBatch(budget_bytes=12 * 2**30, num_plain=140, num_planned=777)
 
-    assert to_text(replace(FRONT, batch=batch)).splitlines()[-1] == line
+    for batch, more in ((found, ""), (replace(found, is_planned_found=False), " or more")):
+        line = to_text(replace(FRONT, batch=batch)).splitlines()[-1]
+        assert line == f"the largest batch that fits in 12.00 GiB: plain 140, planned 777{more}"
 
 
 def test_small_models_are_in_mib_and_lines_fit_80_columns() -> None:
@@ -292,8 +277,7 @@ def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
     assert path.stat().st_size > 1000
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     forward_s: float
     backward_s: float
     peak_mib: int

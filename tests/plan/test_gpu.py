@@ -64,20 +64,14 @@ def test_known_gpus_are_found_by_their_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "name"),
+    ("name", "asked"),
     [
-        ("rtx 4090", "RTX 4090"),
-        ("RTX-3090", "RTX 3090"),
-        ("4090", "RTX 4090"),
-        ("A100 80GB", "A100-80"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40"),
-        ("rtx4090", "RTX 4090"),
-        ("NVIDIA H100 SXM5", "H100"),
-        ("h200", "H200"),
-        ("NVIDIA GeForce RTX 3060", "RTX 3060"),
+        *(("RTX 4090", asked) for asked in ("rtx 4090", "4090", "rtx4090")),
+        *(("RTX 3090", "RTX-3090"), ("A100-80", "A100 80GB"), ("A100-40", "NVIDIA A100-SXM4-40GB")),
+        *(("H100", "NVIDIA H100 SXM5"), ("H200", "h200"), ("RTX 3060", "NVIDIA GeForce RTX 3060")),
     ],
 )
-def test_names_are_read_forgivingly(asked: str, name: str) -> None:
+def test_names_are_read_forgivingly(name: str, asked: str) -> None:
     assert find_gpu(asked).name == name
 
 
@@ -144,15 +138,6 @@ def test_a_wrong_field_is_named(change: dict[str, Any], message: str) -> None:
     assert message in str(made.value)
 
 
-@pytest.mark.parametrize("name", ["name", "memory_bytes", "bytes_per_s", "flops_per_s", "both_bytes_per_s", "source"])
-def test_a_missing_field_is_named(name: str) -> None:
-    content = json.loads(SPEC.to_json())
-    del content[name]
-
-    with pytest.raises(ReportFormatError, match=f'it has no "{name}"'):
-        GpuSpec.from_json(json.dumps(content))
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -161,9 +146,10 @@ def test_a_missing_field_is_named(name: str) -> None:
         ("[]", 'it has no "schema": "memkit.GpuSpec"'),
         ('{"schema": "memkit.MemoryReport"}', 'it has no "schema": "memkit.GpuSpec"'),
         ('{"schema": "memkit.GpuSpec"}', '"schema_version" must be a whole number from 1 on; found None'),
-        (
-            '{"schema": "memkit.GpuSpec", "schema_version": 2}',
-            "has schema version 2; this memkit reads versions up to 1. Update",
+        ('{"schema": "memkit.GpuSpec", "schema_version": 2}', "schema version 2; this memkit reads versions up to 1. Update"),
+        *(
+            (SPEC.to_json().replace(f'"{name}"', '"other"'), f'it has no "{name}"')
+            for name in ("name", "memory_bytes", "bytes_per_s", "flops_per_s", "both_bytes_per_s", "source")
         ),
     ],
 )

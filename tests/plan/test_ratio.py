@@ -98,13 +98,8 @@ def test_explain_tells_what_leaves_and_why() -> None:
     assert rows[3][2:] == ["keep", "1", "12.00", "MiB", "saved late: the ratio or the window keeps it"]
     assert rows[4][2:] == ["keep", "1", "100.00", "MiB", "something else keeps it alive"]
     assert plan.explain().splitlines()[5:] == ["kept: 12.00 MiB, offloaded: 3.50 MiB, recomputed: 0 bytes"]
-
-
-def test_plan_in_a_line() -> None:
-    plan = plan_ratio([30, 20, 40, 10], 0.5, window_bytes=0, held=frozenset({3}))
-
-    assert [str(save) for save in plan.saves[:2]] == ["offload save 0: 30 bytes", "offload save 1: 20 bytes"]
-    assert str(plan) == "keep 40 bytes, offload 50 bytes of 90 bytes, in 4 storages"
+    assert [str(save) for save in plan.saves[:2]] == ["offload save 0: 3.00 MiB", "offload save 1: 512.00 KiB"]
+    assert str(plan) == "keep 12.00 MiB, offload 3.50 MiB of 15.50 MiB, in 4 storages"
 
 
 def test_plan_of_a_ratio_can_be_edited_but_for_what_was_not_recorded() -> None:
@@ -163,8 +158,7 @@ def test_window_without_a_plan_is_twice_the_largest() -> None:
     for size in (10, 30, 20):
         so_far.decide(size)
 
-    assert so_far.window_bytes == 60
-    assert so_far.limit_bytes == 60
+    assert so_far.window_bytes == so_far.limit_bytes == 60
 
 
 def test_plan_that_is_taken_up_late_is_followed_in_its_share() -> None:
@@ -180,27 +174,19 @@ def test_plan_that_is_taken_up_late_is_followed_in_its_share() -> None:
 # Ratios
 
 
-@pytest.mark.parametrize(
-    "ratio",
-    [0, 1, 0.25, Fraction(1, 4), np.float64(0.25), np.float32(0.25), np.int64(1)],
-    ids=lambda ratio: type(ratio).__name__,
-)
+@pytest.mark.parametrize("ratio", [0, 1, 0.25, Fraction(1, 4), np.float64(0.25), np.float32(0.25), np.int64(1)], ids=type)
 def test_any_real_number_is_a_ratio(ratio: float) -> None:
     checked = check_ratio(ratio, where="offload_ratio")
 
-    assert type(checked) is float
-    assert checked == ratio
+    assert (type(checked), checked) == (float, ratio)
 
 
 @pytest.mark.parametrize(
     ("ratio", "kind", "message"),
     [
-        (True, TypeError, "a number from 0 to 1; found True (bool)"),
-        ("0.5", TypeError, "a number from 0 to 1; found '0.5' (str)"),
-        (None, TypeError, "a number from 0 to 1; found None (NoneType)"),
-        (0.5j, TypeError, "a number from 0 to 1; found 0.5j (complex)"),
+        *((ratio, TypeError, f"0 to 1; found {ratio!r} ({type(ratio).__name__})") for ratio in (True, "0.5", None, 0.5j)),
         *(
-            (ratio, ValueError, f"from 0 (move nothing) to 1 (move everything); found {float(ratio)}")
+            (ratio, ValueError, f"0 (move nothing) to 1 (move everything); found {float(ratio)}")
             for ratio in (math.nan, -0.1, 1.1, math.inf, -math.inf, 2, np.float64(7))
         ),
     ],
@@ -209,7 +195,7 @@ def test_other_ratios_are_refused(ratio: object, kind: type[Exception], message:
     with pytest.raises(kind) as error:
         check_ratio(ratio, where="offload_ratio")
 
-    assert str(error.value) == f"offload_ratio must be {message}"
+    assert str(error.value) == f"offload_ratio must be {'a number ' * (kind is TypeError)}from {message}"
 
 
 FAST = Link(d2h_bytes_per_s=math.inf, h2d_bytes_per_s=math.inf)
@@ -345,9 +331,7 @@ def test_timed_saves_are_those_of_the_report(report: MemoryReport) -> None:
 
     assert of(*timed.saved) == [
         save(16384, 0.0, 1.5, is_held=True),  # the input: the caller holds it
-        save(16384, 0.25, 1.25),
-        save(16384, 0.5, 1.0),
-        save(16384, 0.75, 0.75),
+        *(save(16384, 0.25 * index, 1.5 - 0.25 * index) for index in (1, 2, 3)),
     ]
     larger = dataclasses.replace(second, storage_bytes=16385)
     assert [item.num_bytes for item in of(first, larger, *rest, min_bytes=16385)] == [16385]  # what is small is left out
@@ -355,9 +339,6 @@ def test_timed_saves_are_those_of_the_report(report: MemoryReport) -> None:
     assert [item.saved_at_s for item in of(first, cast, *rest)] == [0.0, 0.5, 0.75]  # and parameters in another dtype
     unasked = dataclasses.replace(second, needed_at_s=None)
     assert [item.needed_at_s for item in of(first, unasked)] == [1.5, 2.0]  # what is never asked for, at the end
-
-
-def test_report_without_times_is_refused(report: MemoryReport) -> None:
     with pytest.raises(ValueError, match=r"^the report has no times: profile on a GPU, with backward=True"):
         timed_saves(report, 0)
 
@@ -374,12 +355,6 @@ def time_at(saves: list[TimedSave], ratio: float, link: Link, window_bytes: int)
     return 1 + late_s(saves, leaving(plan), link, plan.limit_bytes) / (FORWARD_S + BACKWARD_S)
 
 
-def test_auto_ratio_is_0_where_nothing_can_move() -> None:
-    assert auto([], FAST) == 0.0
-    assert auto([save(100, 0, 0, is_held=True)], FAST) == 0.0
-    assert auto([save(0, 0, 0), save(0, 1, 0)], FAST) == 0.0
-
-
 def test_auto_ratio_by_hand() -> None:
     # Ten saves of 100 bytes, 1 s apart in the forward and 2 s in the backward; copies of 1.5 s, which hide in the latter. When
     # the last is saved, at 9 s, all that leave have to be gone: six are, seven would be at 10.5. A window of 400 bytes has room
@@ -389,6 +364,8 @@ def test_auto_ratio_by_hand() -> None:
     assert auto(chain(10), link, window_bytes=100) == 0.6
     assert auto(chain(10), link, window_bytes=100, tolerance=0.06) == 0.7  # 1.5 s of 30
     assert auto(chain(10), link, window_bytes=400) == 1.0
+    for saves in ([], [save(100, 0, 0, is_held=True)], [save(0, 0, 0), save(0, 1, 0)]):  # nothing can move
+        assert auto(saves, FAST) == 0.0
 
 
 def test_window_is_twice_the_largest_that_may_move_by_default() -> None:

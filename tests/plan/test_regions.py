@@ -35,7 +35,7 @@ class Build:
 
     def __init__(self) -> None:
         self.lineage, self.saves, self.calls = GrowingLineage(), [], []
-        self._open: list[dict[str, object]] = []
+        self._open: list[int] = []
 
     def root(self, num_bytes: int) -> int:
         return self.lineage.add_root(num_bytes)
@@ -47,26 +47,15 @@ class Build:
         return made
 
     def begin(self, name: str, inputs: Sequence[int], *, is_span: bool = False) -> None:
-        parent = self._open[-1]["index"] if self._open else -1
-        call = {"name": name, "parent": parent, "index": len(self.calls), "inputs": tuple(inputs)}
-        call |= {"save": len(self.saves), "op": len(self.lineage.ins), "is_span": is_span}
-        self.calls.append(call)
-        self._open.append(call)
+        begins = {"saves": (len(self.saves), 0), "ops": (len(self.lineage.ins), 0), "parent": (self._open or [-1])[-1]}
+        self._open.append(len(self.calls))
+        self.calls.append(ModuleCall(name=name, number=0, num_ops=0, inputs=tuple(inputs), is_span=is_span, **begins))
 
     def end(self, why_not: str = "") -> None:
-        call = self._open.pop()
-        ops = (call["op"], len(self.lineage.ins))
-        self.calls[call["index"]] = ModuleCall(
-            name=call["name"],
-            number=0,
-            parent=call["parent"],
-            saves=(call["save"], len(self.saves)),
-            ops=ops,
-            num_ops=ops[1] - ops[0],
-            inputs=call["inputs"],
-            why_not=why_not,
-            is_span=call["is_span"],
-        )
+        index = self._open.pop()
+        call, num_ops = self.calls[index], len(self.lineage.ins)
+        ends = {"saves": (call.saves[0], len(self.saves)), "ops": (call.ops[0], num_ops), "num_ops": num_ops - call.ops[0]}
+        self.calls[index] = replace(call, why_not=why_not, **ends)
 
     def planner(self, costs: HostCosts) -> RegionPlanner:
         step = Step(lineage=self.lineage, saves=tuple(self.saves), uses=tuple(reversed(self.saves)))
@@ -188,9 +177,7 @@ def test_what_only_a_region_reads_is_held_by_it() -> None:
 def test_never_slower_than_evenly_spaced_layers(count: int, uneven: bool, costs: HostCosts) -> None:
     planner = layers(count, uneven=uneven).planner(costs)
     for choice in evenly_spaced(planner, "layers"):
-        found = planner.best(choice.peak_bytes)
-        assert found is not None
-        assert planner.seconds(found) <= planner.seconds(choice)
+        assert planner.seconds(planner.best(choice.peak_bytes)) <= planner.seconds(choice)
 
 
 @pytest.mark.covering(2)
@@ -200,12 +187,8 @@ def test_never_slower_than_evenly_spaced_layers(count: int, uneven: bool, costs:
 def test_more_budget_never_takes_longer(uneven: bool, costs: HostCosts, count: int) -> None:
     whole = layers(count, uneven=uneven).planner(costs)
     budgets = range(whole.least().peak_bytes, whole.simulate(()).peak_bytes + 1, 5 * count + 1)  # about as many for any count
-    seconds_s = []
-    for budget in budgets:
-        planner = layers(count, uneven=uneven).planner(costs)  # a new one for each: what was asked before plays no part
-        found = planner.best(budget)
-        assert found is not None
-        seconds_s.append(planner.seconds(found))
+    planners = [layers(count, uneven=uneven).planner(costs) for _ in budgets]  # what was asked before plays no part
+    seconds_s = [planner.seconds(planner.best(budget)) for planner, budget in zip(planners, budgets, strict=True)]
 
     assert seconds_s == sorted(seconds_s, reverse=True)
     assert whole.best(whole.simulate(()).peak_bytes) == whole.simulate(())
@@ -215,22 +198,13 @@ def compiled_blocks(*seconds: float) -> list[ModuleCall]:
     """Return the calls of a model of blocks that run compiled, each for so long, of which the second is in another module."""
     whole = ModuleCall(name="model", number=0, parent=-1, saves=(0, 6), ops=(0, 0), num_ops=3, inputs=(), why_not="it writes")
     calls, parent = [whole], 0
-    for block, device_s in enumerate(seconds):
-        if block == 1:
+    block = replace(whole, num_ops=1, why_not="")
+    for number, device_s in enumerate(seconds):
+        given = {"saves": (2 * number, 2 * number + 2), "inputs": (2 * number,)}
+        if number == 1:
             parent = len(calls)
-            calls.append(replace(whole, name="outer", parent=0, saves=(2, 4), num_ops=1, inputs=(2,), why_not=""))
-        calls.append(
-            ModuleCall(
-                name=str(block),
-                number=0,
-                parent=parent,
-                saves=(2 * block, 2 * block + 2),
-                ops=(0, 0),
-                num_ops=1,
-                inputs=(2 * block,),
-                device_s=device_s,
-            )
-        )
+            calls.append(replace(block, name="outer", parent=0, **given))
+        calls.append(replace(block, name=str(number), parent=parent, device_s=device_s, **given))
         parent = 0
     return calls
 
@@ -254,14 +228,10 @@ def test_compiled_calls_count_where_they_are_run_again_and_once_in_the_step() ->
 )
 def test_cheapest_compiled_call_is_run_again(seconds: tuple[float, ...], cheapest: set[str]) -> None:
     planner = planner_of_compiled(*seconds)
-    choice = planner.best(33)
-    assert choice is not None
-    assert choice.chosen == ()
-    choice = planner.best(32)  # to run the last one again would take as much
+    assert planner.best(33).chosen == ()
+    (chosen,) = planner.best(32).chosen  # to run the last one again would take as much
 
-    assert choice is not None
-    assert {planner.calls[index].name for index in choice.chosen} <= cheapest
-    assert len(choice.chosen) == 1
+    assert planner.calls[chosen].name in cheapest
 
 
 def test_compiled_call_behind_the_last_save_of_a_region_is_not_run_again() -> None:
@@ -350,19 +320,14 @@ def row_of(kinds: Sequence[str], sizes: dict[str, int], *, with_spans: bool) -> 
 @pytest.mark.parametrize("costs", [pytest.param(ON_HOST, marks=pytest.mark.slow), ON_DEVICE])
 def test_flat_row_keeps_to_budgets_that_single_members_do_not(costs: HostCosts) -> None:
     kinds, sizes = "abcd" * 40, {"a": 10, "b": 10, "c": 20, "d": 20}
-    planner = row_of(kinds, sizes, with_spans=True).planner(costs)
-    alone = row_of(kinds, sizes, with_spans=False).planner(costs)
+    planner, alone = (row_of(kinds, sizes, with_spans=with_spans).planner(costs) for with_spans in (True, False))
     whole = planner.simulate(()).peak_bytes
 
     assert alone.best(whole // 2) is None
-    found = planner.best(whole // 2)
-    assert found is not None
-    assert all(":" in planner.calls[index].name for index in found.chosen)
+    assert all(":" in planner.calls[index].name for index in planner.best(whole // 2).chosen)
     assert planner.least().peak_bytes < whole / 5
     for choice in alone._explored():
-        found = planner.best(choice.peak_bytes)
-        assert found is not None
-        assert planner.seconds(found) <= planner.seconds(choice) + 1e-9  # with spans it is no worse
+        assert planner.seconds(planner.best(choice.peak_bytes)) <= planner.seconds(choice) + 1e-9  # with spans it is no worse
 
 
 # Two blocks, of 30 and 40 bytes inside and inputs of 10 bytes, and a loss: saved in the slots 0 to 4, asked for in 5 to 9.
@@ -449,11 +414,15 @@ def test_call_of_which_nothing_is_asked_for_is_not_run_again() -> None:
     assert fit_regions(problem, [RegionNeeds(90, (_block(3, 2, more_bytes=100),))], 1090) == 90
 
 
-def test_what_leaves_makes_room_for_calls_of_which_the_inputs_alone_are_too_many() -> None:
-    """Six blocks of 40 bytes with inputs of 10: the first that is run again stands beside all of these, or beside two."""
+def _six_blocks() -> tuple[Problem, RegionNeeds]:
+    """Of 40 bytes, with inputs of 10: the first that is run again stands beside all of these, or beside two."""
     sizes = {value: (40 if value % 2 else 10, value, 23 - value) for value in range(12)}
     blocks = (RegionBytes(frozenset({value + 1}), (value,), 40) for value in range(0, 12, 2))
-    problem, needs = _problem([0] * 24, sizes), RegionNeeds(100, tuple(blocks))
+    return _problem([0] * 24, sizes), RegionNeeds(100, tuple(blocks))
+
+
+def test_what_leaves_makes_room_for_calls_of_which_the_inputs_alone_are_too_many() -> None:
+    problem, needs = _six_blocks()
 
     assert fit_regions(problem, [needs], 1100) == 100
     assert fit_regions(problem, [needs], 1099) is None
@@ -462,6 +431,10 @@ def test_what_leaves_makes_room_for_calls_of_which_the_inputs_alone_are_too_many
     assert fit_copies(problem, [_NONE], 2000, 1000.0) is None
     assert fit_copies(problem, [needs], 1060, 20.0) is None  # no more leaves than may be on its way
     assert fit_copies(problem, [needs], 1100, 50.0) == Moving(100, 60, 40, 20)  # what would pass the 45 that hide stays
+    for held in problem.values:  # what leaves is back once it is asked for, though it is free only later, as what several read
+        held.freed = 24  # type: ignore[misc]
+    assert fit_copies(problem, [needs], 1300, 1000.0) is not None
+    assert fit_copies(problem, [needs], 1299, 1000.0) is None
 
 
 def test_input_that_is_free_before_its_call_is_run_again_is_held_for_it() -> None:
@@ -472,18 +445,6 @@ def test_input_that_is_free_before_its_call_is_run_again_is_held_for_it() -> Non
 
     assert fit_regions(problem, [needs], 1096) == 56  # the input, 20, 25 and 1
     assert fit_regions(problem, [needs], 1095) is None
-
-
-def test_what_leaves_is_back_from_the_moment_it_is_asked_for() -> None:
-    """Though it is free only later, as what several have read."""
-    sizes = {value: (40 if value % 2 else 10, value, 23 - value) for value in range(12)}
-    blocks = (RegionBytes(frozenset({value + 1}), (value,), 40) for value in range(0, 12, 2))
-    problem, needs = _problem([0] * 24, sizes), RegionNeeds(100, tuple(blocks))
-    for held in problem.values:
-        held.freed = 24  # type: ignore[misc]
-
-    assert fit_copies(problem, [needs], 1300, 1000.0) is not None
-    assert fit_copies(problem, [needs], 1299, 1000.0) is None
 
 
 def test_nothing_leaves_beside_what_has_no_backward() -> None:

@@ -190,26 +190,18 @@ def test_ratio_streams_the_fewest_bytes_that_spread_evenly(sizes: list[int], rat
 
     classes = [[index for index, size in enumerate(sizes) if size in alike] for alike in ([64], [15, 16], [4])]
     classes = [members for members in classes if members]
-    counts = [sum(index in members for index in streamed_of(plan)) for members in classes]
-    for members, count in zip(classes, counts, strict=True):
-        chosen = [place for place, index in enumerate(members) if index in streamed_of(plan)]
-        assert tuple(chosen) == spread(len(members), count)
-    wanted_bytes = ratio * sum(sizes) * (1 - 1e-9)
-    fewest = min(
-        streamed_bytes
-        for counts in product(*(range(len(members) + 1) for members in classes))
-        if is_even(counts, [len(members) for members in classes])
-        for streamed_bytes in [
-            sum(
-                sizes[members[place]]
-                for members, count in zip(classes, counts, strict=True)
-                for place in spread(len(members), count)
-            )
-        ]
-        if streamed_bytes >= wanted_bytes
-    )
-    assert plan.streamed_bytes == fewest
-    assert is_even(counts, [len(members) for members in classes])
+    lengths, streamed = [len(members) for members in classes], streamed_of(plan)
+    counts = [len({*members} & {*streamed}) for members in classes]
+
+    def spread_of(counts: Sequence[int]) -> list[int]:
+        pairs = zip(classes, counts, strict=True)
+        return sorted(members[place] for members, count in pairs for place in spread(len(members), count))
+
+    assert streamed == spread_of(counts)
+    assert is_even(counts, lengths)
+    choices = product(*(range(length + 1) for length in lengths))
+    totals = [sum(sizes[index] for index in spread_of(choice)) for choice in choices if is_even(choice, lengths)]
+    assert plan.streamed_bytes == min(total for total in totals if total >= ratio * sum(sizes) * (1 - 1e-9))
 
 
 def is_even(counts: Sequence[int], lengths: Sequence[int]) -> bool:
@@ -279,19 +271,22 @@ def test_plan_fits_its_budget_or_is_refused_with_one_that_it_fits(sizes: list[in
         assert plan.device_bytes <= budget
 
 
-def test_budget_too_small_names_the_least_and_the_largest_layer() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "budget", "least", "why", "layer"),
+    [
+        ([1, 3, 1], 3, 4, "layers.1, 3.00 MiB, and one for each other size of layer", "layers.1"),
+        ([3] * 4, 2, 3, "layers.0, 3.00 MiB", "layers.0"),
+    ],
+)
+def test_budget_too_small_names_the_least_and_the_largest_layer(
+    sizes: list[int], budget: int, least: int, why: str, layer: str
+) -> None:
     with pytest.raises(ValueError) as error:
-        plan_budget(untimed([MIB, 3 * MIB, MIB]), 3 * MIB, num_slots=3)
-    with pytest.raises(ValueError) as error_of_one_size:
-        plan_budget(untimed([3 * MIB] * 4), 2 * MIB, num_slots=3)
+        plan_budget(untimed([size * MIB for size in sizes]), budget * MIB, num_slots=3)
 
     assert str(error.value) == (
-        "the layers' weights need at least 4.00 MiB of budget (a slot that holds layers.1, 3.00 MiB, and one for each "
-        "other size of layer); found 3.00 MiB. Raise budget by 1048576 bytes or more, or split layers.1."
-    )
-    assert str(error_of_one_size.value) == (
-        "the layers' weights need at least 3.00 MiB of budget (a slot that holds layers.0, 3.00 MiB); found 2.00 MiB. "
-        "Raise budget by 1048576 bytes or more, or split layers.0."
+        f"the layers' weights need at least {least}.00 MiB of budget (a slot that holds {why}); found {budget}.00 MiB. "
+        f"Raise budget by 1048576 bytes or more, or split {layer}."
     )
 
 

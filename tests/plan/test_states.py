@@ -35,17 +35,12 @@ MIB = 2**20
 SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
 
 
+def _cost(name: object, numel: int, parameter_bytes: int, state_bytes: int, **others: bool) -> ParameterCosts:
+    return ParameterCosts(name=str(name), numel=numel, parameter_bytes=parameter_bytes, state_bytes=state_bytes, **others)
+
+
 def _costs(sizes: list[int], *, is_elementwise: bool = False) -> list[ParameterCosts]:
-    return [
-        ParameterCosts(
-            name=str(index),
-            numel=size * 128,
-            parameter_bytes=size * 512,
-            state_bytes=size * 1024,
-            is_elementwise=is_elementwise,
-        )
-        for index, size in enumerate(sizes)
-    ]
+    return [_cost(n, 128 * size, 512 * size, 1024 * size, is_elementwise=is_elementwise) for n, size in enumerate(sizes)]
 
 
 @given(SIZES, st.integers(0, 10**7), st.sampled_from(["device", "host"]))
@@ -71,15 +66,9 @@ def test_pieces_cover_all_and_keep_the_budget(sizes: list[int], budget: int, upd
     assert all(piece.slot < 0 or sides[piece.slot] is piece.update for piece in plan.pieces)
 
 
-def _copied(num_pieces: int, *, numel: int = 100, has_master: bool = True) -> list[ParameterCosts]:
-    """Return parameters of two bytes with twelve of states, each a piece."""
-    sizes = {"numel": numel, "parameter_bytes": 2 * numel, "state_bytes": 12 * numel, "has_master": has_master}
-    return [ParameterCosts(name=str(number), **sizes) for number in range(num_pieces)]
-
-
 @pytest.mark.parametrize(("has_master", "runs_ahead", "sent"), [(True, False, 4), (True, True, 6), (False, False, 4)])
 def test_what_goes_to_the_host(has_master: bool, runs_ahead: bool, sent: int) -> None:
-    costs = _copied(4, numel=2**20, has_master=has_master)
+    costs = [_cost(number, 2**20, 2 * 2**20, 12 * 2**20, has_master=has_master) for number in range(4)]
     plan = plan_states(costs, update="host", runs_ahead=runs_ahead)
 
     assert sum(piece.sent_bytes for piece in plan.pieces) == sent * 4 * 2**20
@@ -144,11 +133,7 @@ def test_windows_cover_their_parameter_and_fit_the_room(
 def test_the_room_for_a_large_embedding() -> None:
     """Of 3.2e9 parameters, bfloat16 with float32 copies."""
     sizes = [128256 * 3072, *[3072 * 3072, 8192 * 3072] * 60, 128256 * 3072]
-    costs = [
-        ParameterCosts(name=str(i), numel=n, parameter_bytes=2 * n, state_bytes=12 * n, has_master=True, is_elementwise=True)
-        for i, n in enumerate(sizes)
-    ]
-    plan = plan_states(costs)
+    plan = plan_states([_cost(i, n, 2 * n, 12 * n, has_master=True, is_elementwise=True) for i, n in enumerate(sizes)])
 
     assert "Of 62 large parameters parts move by themselves" in plan.explain()
     assert len([part for piece in plan.pieces for part in piece.parts]) < 250
@@ -156,9 +141,8 @@ def test_the_room_for_a_large_embedding() -> None:
 
 
 def test_what_stays_is_evenly_spread() -> None:
-    costs = [ParameterCosts(name=str(i), numel=2**20, parameter_bytes=2**22, state_bytes=2**26) for i in range(40)]
     for share in (0.25, 0.5, 0.75):
-        plan = plan_states(costs, device_budget_bytes=int(share * 40 * 2**26))
+        plan = plan_states([_cost(i, 2**20, 2**22, 2**26) for i in range(40)], device_budget_bytes=int(share * 40 * 2**26))
         stays = [piece.is_resident for piece in plan.pieces]
         assert sum(stays) == share * 40
         assert all(abs(sum(stays[:count]) - share * count) <= 1 for count in range(1, 41))
@@ -207,10 +191,7 @@ def test_more_budget_never_leaves_more_elsewhere(of_device: bool, sizes: list[in
 
 
 def test_windows_of_a_large_parameter_pass_one_by_one() -> None:
-    costs = [
-        ParameterCosts(name="0", numel=2**26, parameter_bytes=2**27, state_bytes=2**29, is_elementwise=is_elementwise)
-        for is_elementwise in (True, False)
-    ]
+    costs = [_cost(0, 2**26, 2**27, 2**29, is_elementwise=is_elementwise) for is_elementwise in (True, False)]
 
     windows, whole = (plan_states([cost], has_disk=True).ring_bytes for cost in costs)
 
@@ -235,9 +216,6 @@ def test_what_is_explained() -> None:
     )
     assert "It reads 12.00 MiB from the disk and writes as many: 1,000 steps write 0.0126 TB." in text
     assert "pass through 4 buffers in host memory, 4.00 MiB in all" in text
-
-
-def test_a_budget_without_room_for_the_buffers() -> None:
     with pytest.raises(HostMemoryError, match=r"at least 8\.00 MiB, for the buffers .*; found 1\.00 MiB"):
         plan_states(_costs([1024] * 16), has_disk=True, host_budget_bytes=MIB)
 
@@ -264,11 +242,7 @@ def test_what_stays_comes_evenly_between_what_moves(sizes: list[int], budget: in
 
 def test_what_is_stepped_in_windows_is_the_last_to_stay() -> None:
     """It is stepped at once where it stays. Who waits for parameters in their order takes it as readily as others."""
-    sizes = [2**26, *[2**22] * 48]
-    costs = [
-        ParameterCosts(name=str(i), numel=n, parameter_bytes=4 * n, state_bytes=8 * n, is_elementwise=True)
-        for i, n in enumerate(sizes)
-    ]
+    costs = [_cost(i, n, 4 * n, 8 * n, is_elementwise=True) for i, n in enumerate([2**26, *[2**22] * 48])]
     for budget, stays_large, runs_ahead in ((2, False, False), (2, True, True), (4, True, False)):
         plan = plan_states(costs, device_budget_bytes=budget * 2**29, runs_ahead=runs_ahead)
 

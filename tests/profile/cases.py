@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memkit import profile_memory
-from memkit.profile import MemoryReport
+from memkit.profile import MemoryReport, SavedTensorRecord
 
 
 class Calls(nn.Module):
@@ -36,8 +37,8 @@ class Function(nn.Module):
         super().__init__()
         self.call = call
 
-    def forward(self, *args: Any) -> Any:
-        return self.call(*args)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
 
 
 class Holding(nn.Module):
@@ -94,19 +95,6 @@ def both(model: nn.Module, *inputs: Any, target: str = "cpu", **options: Any) ->
     return real, meta
 
 
-def saved(report: MemoryReport) -> list[tuple[object, ...]]:
+def saved(report: MemoryReport) -> list[SavedTensorRecord]:
     """Return what was saved, in order, without times."""
-    return [
-        (
-            record.storage,
-            record.version,
-            record.storage_bytes,
-            record.category,
-            record.module,
-            record.dtype,
-            record.save_ordinals,
-            record.shapes,
-            record.needed_position,
-        )
-        for record in report.saved
-    ]
+    return [dataclasses.replace(record, saved_at_s=0.0, needed_at_s=None) for record in report.saved]

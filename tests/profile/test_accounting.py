@@ -17,6 +17,8 @@ from memkit.profile import MemoryReport, ModuleRecord, SavedCategory
 from tests.models import CASES, NAMES, Tied
 from tests.profile.cases import Function, Holding
 
+X = torch.randn(2, 4)
+
 
 def _profile(model: nn.Module, *args: Tensor, **options: object) -> MemoryReport:
     return profile_memory(model, *args, print_table=False, **options)
@@ -52,9 +54,8 @@ def _reference_bytes(model: nn.Module, inputs: list[Tensor]) -> int:
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(*inputs)
+        model(*inputs)
     known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    del output
     return sum(storage.nbytes() for key, storage in held.items() if key not in known)
 
 
@@ -116,22 +117,15 @@ def test_parameters_and_buffers_do_not_count() -> None:
     assert report.buffer_bytes == 6 * 4
 
 
-def test_tied_parameters_count_where_they_come_first() -> None:
-    report = _profile(Tied(), torch.randint(0, 50, (2, 7)))
-
-    assert _row(report, "embedding").param_bytes == 50 * 16 * 4
-    assert _row(report, "head").param_bytes == 0
-    assert report.param_bytes == (50 * 16 + 16 * 16 + 16) * 4
-
-
-def test_shared_module_is_listed_under_its_first_name() -> None:
+def test_what_is_tied_or_shared_counts_where_it_comes_first() -> None:
     shared = nn.Linear(4, 4)
 
-    both = _profile(nn.Sequential(shared, nn.ReLU(), shared), torch.randn(2, 4))
+    tied, both = _profile(Tied(), torch.randint(0, 50, (2, 7))), _profile(nn.Sequential(shared, nn.ReLU(), shared), X)
 
+    assert (_row(tied, "embedding").param_bytes, _row(tied, "head").param_bytes) == (50 * 16 * 4, 0)
+    assert tied.param_bytes == (50 * 16 + 16 * 16 + 16) * 4
     assert [row.fqn for row in both.modules] == ["(model)", "0", "1", "(outside modules)"]
-    assert _row(both, "0").marks == ("+1 alias",)
-    assert _row(both, "0").num_calls == 2
+    assert (_row(both, "0").marks, _row(both, "0").num_calls) == (("+1 alias",), 2)
 
 
 def test_storage_belongs_to_the_innermost_module_at_its_first_save() -> None:
@@ -198,28 +192,21 @@ def test_parameter_casts_are_a_class_of_their_own(device: str | None, requires_g
 
 
 def test_inplace_operations_show_in_the_peak() -> None:
-    kept = _profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), torch.randn(4, 8))
-    copied = _profile(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=False)), torch.randn(4, 8))
+    kept, copied = (_profile(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=inplace)), X) for inplace in (True, False))
 
-    assert copied.forward_peak_bytes - kept.forward_peak_bytes == 4 * 8 * 4
+    assert copied.forward_peak_bytes - kept.forward_peak_bytes == 2 * 4 * 4
 
 
 def test_uses_in_the_backward_are_listed_in_order() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4), nn.Tanh())
 
-    report = _profile(model, torch.randn(2, 4), backward=True)
+    found = _profile(model, X, backward=True).saved
+    frozen = _of(lambda x: (x.sin(), (x * 1).exp())[1], 2, backward=True).saved
 
-    positions = [record.needed_position for record in report.saved]
-    assert positions == sorted(positions, reverse=True)
-    times = [record.needed_at_s for record in report.saved]
-    assert times == sorted(times, reverse=True)
-    assert [record.saved_at_s for record in report.saved] == sorted(record.saved_at_s for record in report.saved)
-
-
-def test_uses_of_a_frozen_branch_are_none() -> None:
-    report = _of(lambda x: (x.sin(), (x * 1).exp())[1], 2, backward=True)
-
-    assert [record.needed_position is None for record in report.saved] == [True, False]
+    for figure, in_reverse in (("needed_position", True), ("needed_at_s", True), ("saved_at_s", False)):
+        figures = [getattr(record, figure) for record in found]
+        assert figures == sorted(figures, reverse=in_reverse)
+    assert [record.needed_position is None for record in frozen] == [True, False]
 
 
 def _holding_a_compiled_function() -> nn.Module:

@@ -15,13 +15,8 @@ import memkit
 from memkit import profile_memory
 from memkit.device import CpuDevice, Device, ReferenceDevice
 from memkit.errors import ProfileError
-from memkit.profile import find_report
+from memkit.profile import MemoryReport, find_report
 from tests.profile.cases import Function
-
-
-def _message(raised: pytest.ExceptionInfo[BaseException]) -> str:
-    return str(raised.value)
-
 
 LINEAR, X = nn.Linear(2, 2), torch.zeros(1, 2)
 
@@ -62,7 +57,7 @@ def test_what_is_refused(model: nn.Module, x: Tensor, options: dict[str, Any], e
     with pytest.raises(error) as raised:
         profile_memory(model, x, print_table=False, **options)
 
-    assert _message(raised).startswith(message)
+    assert str(raised.value).startswith(message)
 
 
 @pytest.mark.parametrize("device", [None, "meta"])
@@ -72,13 +67,8 @@ def test_input_that_the_model_refuses_keeps_its_error(device: str | None) -> Non
     with pytest.raises(RuntimeError) as raised:
         profile_memory(model, torch.zeros(2, 3), device=device)
 
-    assert "multiplied" in _message(raised) or "reduction dim" in _message(raised)
+    assert "multiplied" in str(raised.value) or "reduction dim" in str(raised.value)
     assert raised.value.__notes__[0] == "memkit: raised in 1 (Linear)"
-
-
-def test_no_grad_is_refused() -> None:
-    with torch.no_grad(), pytest.raises(ProfileError, match="grad mode is off"):
-        profile_memory(LINEAR, X)
 
 
 def _raise(error: Exception) -> Callable[..., Any]:
@@ -86,6 +76,11 @@ def _raise(error: Exception) -> Callable[..., Any]:
         raise error
 
     return raises
+
+
+def test_no_grad_is_refused() -> None:
+    with torch.no_grad(), pytest.raises(ProfileError, match="grad mode is off"):
+        profile_memory(LINEAR, X)
 
 
 @pytest.mark.parametrize(
@@ -130,13 +125,10 @@ def test_report_is_filed_under_its_tag_and_printed_unless_that_is_not_wanted(cap
 
 
 def test_keyword_arguments_and_nested_inputs_are_inputs() -> None:
-    class Nested(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor], *, scale: Tensor) -> dict[str, Tensor]:
-            return {"out": pair[0] * pair[1] * scale}
+    nested = Function(lambda pair, *, scale: {"out": pair[0] * pair[1] * scale})
+    *pair, scale = (torch.randn(4, requires_grad=True) for _ in range(3))
 
-    tensors = [torch.randn(4, requires_grad=True) for _ in range(3)]
-
-    report = profile_memory(Nested(), (tensors[0], tensors[1]), kwargs={"scale": tensors[2]}, backward=True, print_table=False)
+    report = profile_memory(nested, tuple(pair), kwargs={"scale": scale}, backward=True, print_table=False)
 
     assert report.input_bytes == 48
     assert report.modules[0].input_shapes == ((4,), (4,), (4,))
@@ -159,10 +151,11 @@ def test_device_may_be_the_one_that_the_model_or_else_the_input_is_on(
 
 
 Context = Callable[[], AbstractContextManager[object]]
+Profile = Callable[[nn.Module], MemoryReport]
 
 
-def _offload() -> memkit.CPUOffload:
-    return memkit.CPUOffload(1.0, "around", device=ReferenceDevice(), min_bytes=0)
+def _offload(tag: str = "around") -> memkit.CPUOffload:
+    return memkit.CPUOffload(1.0, tag, device=ReferenceDevice(), min_bytes=0)
 
 
 def _remat() -> memkit.Rematerialize:
@@ -189,7 +182,7 @@ class InItsForward(nn.Module):
 
 
 @pytest.fixture(params=[None, "meta"])
-def profile(request: pytest.FixtureRequest) -> Callable[[nn.Module], memkit.profile.MemoryReport]:
+def profile(request: pytest.FixtureRequest) -> Profile:
     """Return a profile of a model, where it is or without data."""
     return lambda model: memkit.profile_memory(
         model, torch.randn(4, 8), backward=True, device=request.param, tag="found", print_table=False
@@ -204,48 +197,39 @@ def _fresh_tags() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_inside_of_a_context_is_refused(around: str, profile: Callable[[nn.Module], memkit.profile.MemoryReport]) -> None:
+def test_inside_of_a_context_is_refused(around: str, profile: Profile) -> None:
     make, message = AROUND[around]
-    with make(), pytest.raises(memkit.errors.ProfileError, match=message):
+    with make(), pytest.raises(ProfileError, match=message):
         profile(nn.Linear(8, 8))
 
-    assert memkit.profile.find_report("found") is None
+    assert find_report("found") is None
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_attached_model_is_refused_until_the_handle_is_removed(
-    is_whole: bool, profile: Callable[[nn.Module], memkit.profile.MemoryReport]
-) -> None:
+def test_attached_model_is_refused_until_the_handle_is_removed(is_whole: bool, profile: Profile) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    handle = memkit.attach(
-        model if is_whole else model[1], memkit.CPUOffload(1.0, "attached", device=ReferenceDevice(), min_bytes=0)
-    )
-    with pytest.raises(
-        memkit.errors.ProfileError, match=r'CPUOffload \(tag "attached"\), which the model enters.*before memkit\.attach'
-    ):
+    handle = memkit.attach(model if is_whole else model[1], _offload("attached"))
+    with pytest.raises(ProfileError, match=r'CPUOffload \(tag "attached"\), which the model enters.*before memkit\.attach'):
         profile(model)
     model(torch.randn(4, 8)).sum().backward()
 
     assert memkit.stats("attached").num_iterations == 1
-    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(tensor.device.type == "cpu" and torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     handle.remove()
     assert profile(model).activation_bytes == 3 * 4 * 8 * 4
 
 
 @pytest.mark.parametrize("context", [_offload, _remat])
-def test_context_in_the_forward_is_refused(
-    context: Context, profile: Callable[[nn.Module], memkit.profile.MemoryReport]
-) -> None:
+def test_context_in_the_forward_is_refused(context: Context, profile: Profile) -> None:
     model = nn.Sequential(InItsForward(context))
-    with pytest.raises(memkit.errors.ProfileError, match=r'tag "around"\), which the model enters in its forward'):
+    with pytest.raises(ProfileError, match=r'tag "around"\), which the model enters in its forward'):
         profile(model)
     with context():
         model[0].inner(torch.randn(4, 8)).sum().backward()  # it can be entered again
 
 
-def test_context_that_does_nothing_without_grad_is_let_be(profile: Callable[[nn.Module], memkit.profile.MemoryReport]) -> None:
+def test_context_that_does_nothing_without_grad_is_let_be(profile: Profile) -> None:
     class Frozen(InItsForward):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
@@ -257,8 +241,8 @@ def test_context_that_does_nothing_without_grad_is_let_be(profile: Callable[[nn.
 
 def test_smallest_budget_is_refused_there_as_well() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
-    with _offload(), pytest.raises(memkit.errors.ProfileError, match=r'found CPUOffload \(tag "around"\) around it'):
+    with _offload(), pytest.raises(ProfileError, match=r'found CPUOffload \(tag "around"\) around it'):
         memkit.Rematerialize.min_budget(model, x, min_bytes=0)
-    memkit.attach(model, memkit.CPUOffload(1.0, "attached", device=ReferenceDevice(), min_bytes=0))
-    with pytest.raises(memkit.errors.ProfileError, match=r'CPUOffload \(tag "attached"\), which the model enters'):
+    memkit.attach(model, _offload("attached"))
+    with pytest.raises(ProfileError, match=r'CPUOffload \(tag "attached"\), which the model enters'):
         memkit.Rematerialize.min_budget(model, x, min_bytes=0)

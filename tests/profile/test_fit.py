@@ -18,17 +18,20 @@ from memkit.profile import MemoryReport
 MIB = 2**20
 
 
-def step(**options: Any) -> MemoryReport:
+def step(num_layers: int, width: int, batch: int, *, has_gelu: bool = False, **options: Any) -> MemoryReport:
     with torch.device("meta"):
-        layers = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)]
-        model, x = nn.Sequential(*layers), torch.empty(65536, 1024)
-    report: MemoryReport = memkit.profile_memory(model, x, optimizer="adamw", print_table=False, **options)
-    return report
+        layers = [nn.Sequential(nn.Linear(width, width), *[nn.GELU()] * has_gelu) for _ in range(num_layers)]
+        model, x = nn.Sequential(*layers), torch.empty(batch, width)
+    return memkit.profile_memory(model, x, print_table=False, **{"optimizer": "adamw", **options})
+
+
+def large_step(**options: Any) -> MemoryReport:
+    return step(8, 1024, 65536, has_gelu=True, **options)
 
 
 @pytest.fixture(scope="module")
 def traced() -> MemoryReport:
-    return step(trace=True)
+    return large_step(trace=True)
 
 
 def test_step_that_fits_as_it_is(traced: MemoryReport) -> None:
@@ -40,7 +43,6 @@ def test_step_that_fits_as_it_is(traced: MemoryReport) -> None:
 
 
 def test_step_that_fits_barely_is_told_to_be_close(traced: MemoryReport) -> None:
-    assert traced.step_peak_bytes is not None
 
     fit = traced.fit_in(traced.step_peak_bytes + MIB)
 
@@ -52,7 +54,6 @@ def test_step_that_fits_with_a_budget(traced: MemoryReport) -> None:
 
     plan = memkit.plan_memory(traced, budget="3GiB", gpu="H200", optimizer="adamw")
     assert (fit.fits_as_it_is, fit.fits) == (False, True)
-    assert fit.feature is not None
     assert fit.feature.feature == 'memkit.MemoryBudget("3GiB")'
     assert fit.feature.step_s == plan.predicted_s
     assert fit.feature.peak_bytes == plan.predicted_peak_bytes <= 3 * 2**30
@@ -72,16 +73,13 @@ def test_step_that_cannot_fit_says_what_is_least(traced: MemoryReport) -> None:
     least = min(feature.least_bytes for feature in fit.features if not feature.link_bytes)
     assert memkit.plan_memory(traced, budget=least, gpu="H200", optimizer="adamw").predicted_peak_bytes <= least
     said = re.search(r"does not fit in 600 MiB: the least that memkit.MemoryBudget can keep to is ([\d.]+) GiB", str(fit))
-    assert said is not None
     assert least <= float(said[1]) * 2**30 <= least + 0.1 * 2**30
 
 
-def test_weights_that_fill_the_memory_are_told(traced: MemoryReport) -> None:
-    with torch.device("meta"):
-        model, x = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(8)]), torch.empty(16, 4096)
-    report = memkit.profile_memory(model, x, optimizer="adamw", fit="1GiB", print_table=False)
+def test_weights_that_fill_the_memory_are_told() -> None:
+    fit = step(8, 4096, 16, fit="1GiB").fit
 
-    assert "2.0 GiB are parameters, gradients, optimizer states and inputs: memkit.LayerOffload streams" in str(report.fit)
+    assert "2.0 GiB are parameters, gradients, optimizer states and inputs: memkit.LayerOffload streams" in str(fit)
 
 
 # States of the optimizer
@@ -90,21 +88,14 @@ def test_weights_that_fill_the_memory_are_told(traced: MemoryReport) -> None:
 @pytest.fixture(scope="module")
 def stateful() -> MemoryReport:
     """A step whose states take more than anything else: 1 GiB of parameters, as much of gradients, and 2 GiB of states."""
-    with torch.device("meta"):
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(16)])
-        x = torch.empty(4096, 4096)
-    report: MemoryReport = memkit.profile_memory(model, x, optimizer="adamw", trace=True, print_table=False)
-    return report
+    return step(16, 4096, 4096, has_gelu=True, trace=True)
 
 
 def test_states_that_do_not_fit_may_leave(stateful: MemoryReport) -> None:
     fit, states = stateful.fit_in("4GiB"), stateful.optimizer
-    assert states is not None
-    assert states.room_bytes is not None
 
     found = fit.feature
 
-    assert found is not None
     assert found.feature == "memkit.StateOffload(optimizer)"
     assert found.peak_bytes == found.least_bytes == fit.plain_peak_bytes - states.state_bytes + states.room_bytes
     assert (found.link_bytes, found.room_bytes) == (states.state_bytes, states.room_bytes)
@@ -119,17 +110,10 @@ def test_states_that_do_not_fit_may_leave(stateful: MemoryReport) -> None:
 
 
 def test_part_of_the_states_may_stay_where_there_is_room() -> None:
-    with torch.device("meta"):
-        model, x = nn.Sequential(*[nn.Linear(8192, 8192) for _ in range(8)]), torch.empty(16, 8192)
-    report = memkit.profile_memory(model, x, optimizer="adamw", fit="7.5GiB", print_table=False)
-    fit = report.fit
-    assert fit is not None
-    assert fit.feature is not None
-    assert fit.feature.peak_bytes is not None
+    fit = step(8, 8192, 16, fit="7.5GiB").fit
 
     said = re.search(r'With device_budget="([\d.]+)GiB" a part of them stays there\.', str(fit))
 
-    assert said is not None
     assert 0 <= 0.9 * 7.5 - fit.feature.peak_bytes / 2**30 - float(said[1]) < 0.01
 
 
@@ -141,7 +125,6 @@ def test_states_and_activations_leave_where_nothing_else_is_enough(stateful: Mem
     assert found is fit.features[-1]
     assert found.feature == 'memkit.StateOffload(optimizer) and memkit.MemoryBudget("3GiB")'
     assert found.how == "moving optimizer states, recomputing and offloading"
-    assert found.peak_bytes is not None
     assert found.least_bytes <= found.peak_bytes <= 3 * 2**30
     assert [feature.step_s for feature in fit.features[:-1]] == [None] * 3
     assert fit.fits
@@ -161,12 +144,7 @@ def test_least_is_told_with_states_and_without(stateful: MemoryReport) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adafactor", None])
 def test_states_that_are_few_or_none_are_not_told_of(optimizer: str | None) -> None:
-    with torch.device("meta"):
-        model, x = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]), torch.empty(16, 1024)
-
-    report = memkit.profile_memory(model, x, optimizer=optimizer, fit="16MiB", print_table=False)
-
-    assert "StateOffload" not in str(report.fit)
+    assert "StateOffload" not in str(step(4, 1024, 16, optimizer=optimizer, fit="16MiB").fit)
 
 
 def test_answer_with_states_goes_with_the_report_and_one_of_before_is_read(stateful: MemoryReport) -> None:
@@ -179,10 +157,7 @@ def test_answer_with_states_goes_with_the_report_and_one_of_before_is_read(state
 
     again = MemoryReport.from_json(json.dumps(content))
 
-    assert again.optimizer is not None
     assert again.optimizer.room_bytes is None
-    assert again.fit is not None
-    assert again.fit.feature is not None
     assert again.fit.feature.link_bytes == 0
     assert "StateOffload" not in str(again.fit_in("4GiB"))
 
@@ -194,13 +169,10 @@ def test_gpu_decides_what_is_predicted(traced: MemoryReport) -> None:
     assert "(predicted for an RTX 3060, not measured on one)" in str(slow)
 
 
-def test_without_a_budget_it_is_that_of_the_gpu(traced: MemoryReport) -> None:
+def test_without_a_budget_it_is_that_of_the_gpu_which_has_no_more(traced: MemoryReport) -> None:
     fit = traced.fit_in(None, gpu="RTX 4090")
 
     assert (fit.budget_bytes, fit.budget) == (find_gpu("RTX 4090").memory_bytes, "23.5GiB")
-
-
-def test_more_than_the_gpu_has(traced: MemoryReport) -> None:
     with pytest.raises(ValueError, match=r"the RTX 4090 has 23\.5 GiB that can be allocated; found '30GiB'"):
         traced.fit_in("30GiB", gpu="RTX 4090")
 
@@ -213,18 +185,14 @@ def test_share_of_the_peak(traced: MemoryReport) -> None:
     assert float(fit.budget.removesuffix("GiB")) * 2**30 <= fit.budget_bytes
 
 
-def test_report_without_a_trace_says_what_is_needed() -> None:
-    with pytest.raises(ValueError, match="a plan needs a report with a trace; found one without"):
-        step().fit_in("2GiB")
-
-
-def test_profile_answers_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    report = step(fit="3GiB")
+def test_profile_answers_at_once() -> None:
+    report = large_step(fit="3GiB")
 
     assert report.fit == report.fit_in("3GiB")
     assert f". {report.fit}\n" in str(report)
     assert report.run.backward
-    assert report.trace is not None
+    with pytest.raises(ValueError, match="a plan needs a report with a trace; found one without"):
+        large_step().fit_in("2GiB")
 
 
 def test_run_with_data_is_fitted_by_a_trace_without() -> None:
@@ -233,8 +201,7 @@ def test_run_with_data_is_fitted_by_a_trace_without() -> None:
     report = memkit.profile_memory(model, x, fit="1GiB", min_bytes=1, print_table=False, warmup=0)
 
     assert report.run.device == "cpu"
-    assert report.forward_s is not None
-    assert report.fit is not None
+    assert report.forward_s > 0
     assert report.fit.fits_as_it_is
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,13 +20,21 @@ from memkit.profile import MemoryReport
 from memkit.profile.simulate import target
 from memkit.profile.simulate.attention import fused_broadcast_heads, fused_take_three_dims
 from memkit.profile.simulate.target import Rule, autocast_ops, rule_for
-from tests.models import CASES, NAMES, Case
-from tests.profile.calls import CONSTANT_CALLS
+from tests.models import CASES, NAMES, Attention, Case
+from tests.profile.calls import CONSTANT_CALLS, channels_last
 from tests.profile.cases import Biased, Calls, Function, Holding, Ops, both, saved
 
 
 def _both(case: Case, **options: object) -> tuple[MemoryReport, MemoryReport]:
     return both(case.model(), *case.inputs(), **options)
+
+
+def _meta(model: nn.Module, *inputs: Any, **options: Any) -> MemoryReport:
+    return profile_memory(model, *inputs, device="meta", print_table=False, **options)
+
+
+def _sizes(report: MemoryReport) -> list[int]:
+    return [record.storage_bytes for record in report.saved]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,12 +134,7 @@ def test_attention_is_not_what_the_meta_device_would_make_of_it() -> None:
     ],
 )
 def test_attention_of_cuda_saves_rows_not_matrices(options: dict[str, object], dtype: torch.dtype, storages: int) -> None:
-    from tests.models import Attention
-
-    model = Attention(**options).to(dtype)
-    x = torch.randn(2, 1024, 64, dtype=dtype)
-
-    report = profile_memory(model, x, device="meta", print_table=False)
+    report = _meta(Attention(**options).to(dtype), torch.randn(2, 1024, 64, dtype=dtype))
 
     of_attention = [record for record in report.saved if record.module == "(model)"]
     key_value_bytes, mask_bytes = 2 * 1024 * 128 * dtype.itemsize, 1024 * 1024 * dtype.itemsize
@@ -144,7 +148,7 @@ def test_attention_of_cuda_without_cudnn_is_flash() -> None:
 
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        flash = profile_memory(attend, query, device="meta", print_table=False)
+        flash = _meta(attend, query)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
@@ -164,9 +168,9 @@ def test_autocast_of_cuda_by_hand(call: object, expected: list[int]) -> None:
     x = torch.randn(4, 4, requires_grad=True)
 
     with torch.autocast("cpu", torch.bfloat16):
-        report = profile_memory(Calls(lambda x, w, _: call(x, w)), x, device="meta", target="cuda", print_table=False)
+        report = _meta(Calls(lambda x, w, _: call(x, w)), x, target="cuda")
 
-    assert [record.storage_bytes for record in report.saved] == expected
+    assert _sizes(report) == expected
 
 
 @pytest.mark.parametrize(
@@ -183,21 +187,17 @@ def test_autocast_of_cuda_by_hand(call: object, expected: list[int]) -> None:
 def test_what_cuda_saves_of_one_module(model: nn.Module, shape: tuple[int, ...], saves: list[int]) -> None:
     dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
 
-    report = profile_memory(model, torch.randn(shape, dtype=dtype, requires_grad=True), device="meta", print_table=False)
+    report = _meta(model, torch.randn(shape, dtype=dtype, requires_grad=True))
 
-    assert [record.storage_bytes for record in report.saved] == saves
+    assert _sizes(report) == saves
 
 
 def test_recurrent_layers_are_backend_dependent() -> None:
-    model = nn.Sequential(nn.LSTM(4, 8, batch_first=True))
-
-    report = profile_memory(model, torch.randn(2, 3, 4), device="meta", print_table=False)
+    report = _meta(nn.Sequential(nn.LSTM(4, 8, batch_first=True)), torch.randn(2, 3, 4))
 
     assert report.marked("backend-dependent") == ("0",)
     assert "backend-dependent" in str(report)
-    assert (
-        profile_memory(nn.Linear(2, 2), torch.randn(1, 2), device="meta", print_table=False).marked("backend-dependent") == ()
-    )
+    assert _meta(nn.Linear(2, 2), torch.randn(1, 2)).marked("backend-dependent") == ()
 
 
 @pytest.mark.parametrize("name", ["conv_inplace", "transformer_encoder", "checkpoint_reentrant"])
@@ -206,16 +206,16 @@ def test_no_data_is_made_or_copied(name: str) -> None:
     model, inputs = case.model(), case.inputs()
 
     with Ops() as ops:
-        profile_memory(model, *inputs, device="meta", backward=True, print_table=False)
+        _meta(model, *inputs, backward=True)
         (inputs[0] + 1).sum()
 
-    # aliases of what the model has are none
-    made = [name for name, outputs in ops.found if name != "aten.detach.default" and any(_has_data(it) for it in outputs)]
+    made = [
+        name
+        for name, outputs in ops.found
+        if any(it.is_floating_point() and not it.is_meta and it.numel() for it in outputs)
+        and name != "aten.detach.default"  # aliases of what the model has are none
+    ]
     assert made == ["aten.add.Tensor", "aten.sum.default"]
-
-
-def _has_data(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and not tensor.is_meta and bool(tensor.numel())
 
 
 def test_views_of_one_storage_stay_views() -> None:
@@ -223,7 +223,7 @@ def test_views_of_one_storage_stay_views() -> None:
     halves = {"first": nn.Parameter(flat[:10]), "second": nn.Parameter(flat[10:])}
     model = Holding(lambda self, x: x * self.first * self.second, **halves)
 
-    report = profile_memory(model, torch.zeros(1).expand(10), device="meta", print_table=False)
+    report = _meta(model, torch.zeros(1).expand(10))
 
     assert report.param_bytes == 80
     assert report.before_bytes == 512 + 512
@@ -236,26 +236,16 @@ def test_small_integer_constants_have_values() -> None:
         assert (positions.diff() == 1).all()  # models look for packed sequences in this way
         return x + self.embedding(positions)
 
-    report = profile_memory(
-        Holding(add, embedding=nn.Embedding(16, 4)), torch.randn(2, 8, 4), device="meta", backward=True, print_table=False
-    )
+    report = _meta(Holding(add, embedding=nn.Embedding(16, 4)), torch.randn(2, 8, 4), backward=True)
 
     assert report.activation_bytes == 8 * 8
-
-
-def _item(x: Tensor) -> Tensor:
-    return x * x.sum().item()
-
-
-def _branch(x: Tensor) -> Tensor:
-    return x if x.sum() > 0 else -x
 
 
 @pytest.mark.parametrize(
     "read",
     [
-        _item,
-        _branch,
+        lambda x: x * x.sum().item(),
+        lambda x: x if x.sum() > 0 else -x,
         lambda x: x * len(x.sum(0).tolist()),
         lambda x: x * x.detach().numpy().size,
         lambda x: x.detach().cpu() + 1,
@@ -269,7 +259,7 @@ def test_reading_a_value_names_the_module_and_says_what_to_do(read: object) -> N
     model = nn.Sequential(nn.Linear(4, 4), Function(read))
 
     with pytest.raises(DataDependentError) as raised:
-        profile_memory(model, torch.randn(2, 4), device="meta", print_table=False)
+        _meta(model, torch.randn(2, 4))
 
     assert str(raised.value).startswith("1 (Function) cannot run without data: it reads the value of a tensor")
     assert "Profile this model with data" in str(raised.value)
@@ -282,7 +272,7 @@ def test_a_constant_that_a_lost_value_was_written_to_has_no_value() -> None:
         return x.exp() if mask.any() else x
 
     with pytest.raises(DataDependentError):
-        profile_memory(Function(writes), torch.randn(2, 4), device="meta", print_table=False)
+        _meta(Function(writes), torch.randn(2, 4))
 
 
 def test_small_integers_of_the_caller_have_values() -> None:
@@ -293,7 +283,7 @@ def test_small_integers_of_the_caller_have_values() -> None:
     model: Any = Holding(masked, steps=nn.Buffer(torch.tensor(3)), linear=nn.Linear(4, 4))
     inputs = torch.randn(2, 4), torch.ones(4, dtype=torch.bool)
 
-    report = profile_memory(model, *inputs, device="meta", backward=True, print_table=False)
+    report = _meta(model, *inputs, backward=True)
 
     assert report.modules[1].num_calls == 1
     assert int(model.steps) == 3
@@ -312,28 +302,21 @@ def test_autocast_that_this_run_does_not_have_is_refused(kind: str | None, messa
             return x @ x
 
     with pytest.raises(ProfileError, match=message):
-        profile_memory(Function(inside), torch.randn(4, 4), device="meta", print_table=False)
+        _meta(Function(inside), torch.randn(4, 4))
 
 
 def test_backward_into_a_tensor_with_data_is_refused() -> None:
     scale = torch.ones(4, requires_grad=True)
 
     with pytest.raises(ProfileError, match=r"reaches a tensor of shape \(4,\) with data"):
-        profile_memory(
-            nn.Linear(4, 4),
-            torch.randn(2, 4),
-            loss_fn=lambda y: (y * scale).sum(),
-            backward=True,
-            device="meta",
-            print_table=False,
-        )
+        _meta(nn.Linear(4, 4), torch.randn(2, 4), loss_fn=lambda y: (y * scale).sum(), backward=True)
 
 
 def test_illegal_writes_are_found_without_data() -> None:
     illegal, x = Function(lambda x: x.tanh().mul_(2)), torch.randn(4, requires_grad=True)
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        profile_memory(illegal, x, device="meta", backward=True, print_table=False)
+        _meta(illegal, x, backward=True)
 
 
 def test_parameters_keep_their_class_and_attributes() -> None:
@@ -345,32 +328,27 @@ def test_parameters_keep_their_class_and_attributes() -> None:
     weight.power = 3
     model = Holding(lambda self, x: x * self.weight.doubled() ** self.weight.power, weight=weight)
 
-    assert profile_memory(model, torch.randn(4), device="meta", backward=True, print_table=False).param_bytes == 16
+    assert _meta(model, torch.randn(4), backward=True).param_bytes == 16
 
 
-def test_scripted_modules_are_refused() -> None:
-    with pytest.raises(ProfileError, match="TorchScript cannot run on the meta device"):
-        profile_memory(_scripted(), torch.randn(1, 2), device="meta")
-
-
-def _scripted() -> nn.Module:
+def test_scripted_modules_are_rows_without_calls_and_refused_without_data() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
-        return nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
+        model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
 
-
-def test_scripted_modules_are_rows_without_calls() -> None:
-    report = profile_memory(_scripted(), torch.randn(1, 2), print_table=False)
+    report = profile_memory(model, torch.randn(1, 2), print_table=False)
 
     assert report.marked("compiled") == ("1",)
     assert sum(row.self_bytes for row in report.modules) == report.activation_bytes > 0
+    with pytest.raises(ProfileError, match="TorchScript cannot run on the meta device"):
+        _meta(model, torch.randn(1, 2))
 
 
 def test_cuda_rounds_sizes_as_its_allocator_does() -> None:
     model, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
 
-    cuda = profile_memory(model, x, device="meta", target="cuda", print_table=False)
-    cpu = profile_memory(model, x, device="meta", target="cpu", print_table=False)
+    cuda = _meta(model, x, target="cuda")
+    cpu = _meta(model, x, target="cpu")
 
     assert (cuda.before_bytes, cpu.before_bytes) == (1024, 4 * 4 * 4 + 2 * 4 * 4)
 
@@ -381,8 +359,8 @@ def test_compiled_models_run_as_they_were_written(amp: bool) -> None:
     x = torch.randn(2, 4)
 
     with torch.autocast("cpu", torch.bfloat16) if amp else nullcontext():
-        compiled = profile_memory(torch.compile(plain, backend="aot_eager"), x, device="meta", target="cpu", print_table=False)
-        eager = profile_memory(plain, x, device="meta", target="cpu", print_table=False)
+        compiled = _meta(torch.compile(plain, backend="aot_eager"), x, target="cpu")
+        eager = _meta(plain, x, target="cpu")
 
     assert compiled.activation_bytes == eager.activation_bytes
 
@@ -413,15 +391,15 @@ def test_on_cuda_a_constant_moves_if_it_was_made_on_the_host(make: Callable[[tor
         constant = make(x.device)
         return x * constant + x * constant.to(x.device)
 
-    report = profile_memory(Function(call), x, device="meta", target="cuda", print_table=False)
+    report = _meta(Function(call), x, target="cuda")
 
-    assert [record.storage_bytes for record in report.saved] == [16] * storages
+    assert _sizes(report) == [16] * storages
 
 
 def test_a_constant_keeps_its_value_when_it_is_moved() -> None:
     model = Function(lambda x: x.exp() if torch.linspace(0, 1, 3).to(x.device)[1].item() == 0.5 else x)
 
-    report = profile_memory(model, torch.randn(4, requires_grad=True), device="meta", target="cpu", print_table=False)
+    report = _meta(model, torch.randn(4, requires_grad=True), target="cpu")
 
     assert report.activation_bytes == 16
 
@@ -430,7 +408,7 @@ def test_a_gradient_that_flows_into_a_tensor_made_on_the_cpu_is_refused() -> Non
     model = Calls(lambda x, w, _: torch.zeros(4, 4).add_(x @ w).exp())
 
     with pytest.raises(DataDependentError, match="something that torch cannot do on the meta device"):
-        profile_memory(model, torch.randn(4, 4), backward=True, device="meta", print_table=False)
+        _meta(model, torch.randn(4, 4), backward=True)
 
 
 def _attend(*shapes: tuple[int, ...], mask: Tensor | None = None, **options: object) -> tuple[nn.Module, list[Tensor]]:
@@ -439,36 +417,28 @@ def _attend(*shapes: tuple[int, ...], mask: Tensor | None = None, **options: obj
     return Function(lambda q, k, v: query(q.sin(), k.sin(), v.sin(), attn_mask=mask, **options).exp()), tensors
 
 
-def _bias(*shape: int) -> Tensor:
-    return torch.zeros(shape)
-
-
-def _learned(*shape: int) -> Tensor:
-    return torch.nn.Parameter(torch.zeros(shape))
-
-
 @pytest.mark.parametrize(
     ("shapes", "options"),
     [
         (((2, 4, 12, 8), (2, 1, 12, 8), (2, 1, 12, 8)), {}),  # one key head for all
         (((2, 4, 12, 8), (2, 1, 12, 8), (2, 1, 12, 8)), {"is_causal": True}),
-        (((2, 4, 12, 8), (2, 1, 12, 8), (2, 1, 12, 8)), {"mask": _bias(12, 12)}),
+        (((2, 4, 12, 8), (2, 1, 12, 8), (2, 1, 12, 8)), {"mask": torch.zeros(12, 12)}),
         (((2, 4, 12, 8), (2, 1, 12, 8), (2, 4, 12, 8)), {}),
         (((2, 1, 12, 8), (2, 4, 12, 8), (2, 4, 12, 8)), {}),
         (((2, 4, 12, 8), (1, 4, 12, 8), (1, 4, 12, 8)), {}),  # batches do not broadcast
         (((2, 4, 12, 8), (2, 2, 12, 8), (2, 2, 12, 8)), {"enable_gqa": True}),
         (((2, 4, 12, 8), (2, 2, 12, 8), (2, 1, 12, 8)), {"enable_gqa": True}),  # key and value heads differ
         (((4, 12, 8),) * 3, {}),
-        (((4, 12, 8),) * 3, {"mask": _bias(12, 12)}),
-        (((4, 12, 8),) * 3, {"mask": _bias(4, 12, 12)}),
+        (((4, 12, 8),) * 3, {"mask": torch.zeros(12, 12)}),
+        (((4, 12, 8),) * 3, {"mask": torch.zeros(4, 12, 12)}),
         (((4, 12, 8), (1, 12, 8), (1, 12, 8)), {}),
         (((4, 12, 8),) * 3, {"dropout_p": 0.5}),
         (((12, 8),) * 3, {}),
-        (((2, 4, 12, 8),) * 3, {"mask": _bias(12, 12).mT}),
-        (((2, 4, 12, 8),) * 3, {"mask": _bias(12, 1)}),
-        (((2, 4, 12, 8),) * 3, {"mask": _bias(4, 12, 12)}),  # three dimensions: no fused operation
-        (((2, 4, 12, 8),) * 3, {"mask": _bias(2, 1, 1, 12)}),
-        (((2, 4, 12, 8),) * 3, {"mask": _bias(12)[None]}),
+        (((2, 4, 12, 8),) * 3, {"mask": torch.zeros(12, 12).mT}),
+        (((2, 4, 12, 8),) * 3, {"mask": torch.zeros(12, 1)}),
+        (((2, 4, 12, 8),) * 3, {"mask": torch.zeros(4, 12, 12)}),  # three dimensions: no fused operation
+        (((2, 4, 12, 8),) * 3, {"mask": torch.zeros(2, 1, 1, 12)}),
+        (((2, 4, 12, 8),) * 3, {"mask": torch.zeros(12)[None]}),
         (((2, 4, 12, 8), (2, 4, 12, 8), (2, 4, 12, 16)), {}),
         (((2, 4, 1, 8), (2, 4, 12, 8), (2, 4, 12, 8)), {}),
     ],
@@ -494,40 +464,33 @@ def test_attention_with_a_mask_that_requires_grad_saves_what_the_cpu_saves(conti
     assert saved(meta) == saved(real)
 
 
-def _bytes_of_attention(model: nn.Module) -> int:
-    report = profile_memory(model, torch.randn(2, 16, 32, dtype=torch.bfloat16), device="meta", print_table=False)
-    return sum(record.storage_bytes for record in report.saved if record.module == "(model)")
+_HEADS = 2 * 4  # and the batch
+_ROWS, _WEIGHTS = _HEADS * 16 * 8, _HEADS * 16 * 16  # of queries, keys or values, and between these
 
 
-def test_cuda_decomposes_attention_with_a_mask_whose_rows_are_not_contiguous() -> None:
-    heads = 2 * 4  # and the batch
-    in_single = heads * 16 * 8 * 4  # queries, keys or values
-    weights = heads * 16 * 16 * 4
+@pytest.mark.parametrize(
+    ("contiguous", "dropout_p", "num_bytes"),
+    [  # rows of the mask that are not contiguous make it decompose, in single precision; the softmax is saved
+        (False, 0.0, 3 * _ROWS * 4 + _WEIGHTS * 4),
+        (False, 0.1, 3 * _ROWS * 4 + _WEIGHTS * (4 + 1 + 4)),  # one byte for each weight, and what dropout gives
+        # queries, keys and values, parts of one storage; mask, output, one sum for each row, of which there are multiples of
+        # 32; the state of the random numbers is two numbers
+        (True, 0.0, 3 * _ROWS * 2 + 4 * 16 * 16 * 2 + _ROWS * 2 + _HEADS * 32 * 4 + 2 * 8),
+    ],
+)
+def test_cuda_makes_gradients_for_a_mask_with_contiguous_rows_alone(contiguous: bool, dropout_p: float, num_bytes: int) -> None:
+    model = Biased(contiguous=contiguous, dropout_p=dropout_p).bfloat16()
 
-    plain = _bytes_of_attention(Biased(contiguous=False).bfloat16())
-    dropping = _bytes_of_attention(Biased(contiguous=False, dropout_p=0.1).bfloat16())
+    report = _meta(model, torch.randn(2, 16, 32, dtype=torch.bfloat16))
 
-    assert plain == 3 * in_single + weights  # the softmax
-    assert dropping == plain + heads * 16 * 16 + weights  # one byte for each weight, and what dropout gives
-
-
-def test_cuda_makes_gradients_for_a_mask_with_contiguous_rows_in_one_operation() -> None:
-    heads = 2 * 4
-    output = heads * 16 * 8 * 2
-    bias = 4 * 16 * 16 * 2
-    sums = heads * 32 * 4  # one for each row, of which there are multiples of 32
-
-    found = _bytes_of_attention(Biased(contiguous=True).bfloat16())
-
-    # queries, keys and values are parts of one storage; the state of the random numbers is two numbers
-    assert found == 3 * output + bias + output + sums + 2 * 8
+    assert sum(record.storage_bytes for record in report.saved if record.module == "(model)") == num_bytes
 
 
 @pytest.mark.parametrize(("key_len", "bias_bytes"), [(24, 24 * 24 * 4), (20, 24 * 24 * 4), (32, 24 * 32 * 4)])
 def test_cuda_pads_a_mask_whose_rows_do_not_begin_at_multiples_of_eight(key_len: int, bias_bytes: int) -> None:
-    model, inputs = _attend((2, 4, 24, 8), (2, 4, key_len, 8), (2, 4, key_len, 8), mask=_bias(24, key_len))
+    model, inputs = _attend((2, 4, 24, 8), (2, 4, key_len, 8), (2, 4, key_len, 8), mask=torch.zeros(24, key_len))
 
-    report = profile_memory(model, *inputs, device="meta", print_table=False)
+    report = _meta(model, *inputs)
 
     assert bias_bytes in {record.storage_bytes for record in report.saved if (2, 4, 24, key_len) in record.shapes}
 
@@ -537,19 +500,155 @@ def test_cuda_pads_a_mask_whose_rows_do_not_begin_at_multiples_of_eight(key_len:
 def test_one_key_head_is_not_repeated_on_cuda(dtype: torch.dtype) -> None:
     model, inputs = _attend((2, 4, 64, 8), (2, 1, 64, 8), (2, 1, 64, 8))
 
-    report = profile_memory(model, *(x.detach().to(dtype).requires_grad_() for x in inputs), device="meta", print_table=False)
+    report = _meta(model, *(x.detach().to(dtype).requires_grad_() for x in inputs))
 
     assert max(record.storage_bytes for record in report.saved) == 2 * 4 * 64 * 8 * dtype.itemsize
 
 
 def test_what_torch_can_fuse_does_not_depend_on_what_is_switched_off() -> None:
-    fused_broadcast_heads.cache_clear()
-    fused_take_three_dims.cache_clear()
-    expected = fused_broadcast_heads(), fused_take_three_dims()
-    fused_broadcast_heads.cache_clear()
-    fused_take_three_dims.cache_clear()
-
-    with sdpa_kernel(SDPBackend.MATH), torch.device("meta"):
-        found = fused_broadcast_heads(), fused_take_three_dims()
+    expected, found = [], []
+    for asked in (fused_broadcast_heads, fused_take_three_dims):
+        asked.cache_clear()
+        expected.append(asked())
+        asked.cache_clear()
+        with sdpa_kernel(SDPBackend.MATH), torch.device("meta"):
+            found.append(asked())
 
     assert found == expected
+
+
+SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+EXPERTS = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+LINEAR_ATTENTION = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 24,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+LATENT_ATTENTION = {
+    "num_key_value_heads": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
+VISION = {**SIZES, "image_size": 32, "patch_size": 8}
+CODER = {
+    "vocab_size": 99,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+}
+SPEECH = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20, "pad_token_id": 0, "bos_token_id": 1}
+T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+GPT = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+
+
+def _tokens() -> Tensor:
+    return torch.randint(3, 90, (2, 12))
+
+
+def _mask() -> Tensor:
+    return torch.tensor([[1] * 12, [1] * 8 + [0] * 4])
+
+
+def _picture() -> Tensor:
+    return torch.randn(2, 3, 32, 32)
+
+
+TOKENS = {"input_ids": _tokens}
+MASKED = {"input_ids": _tokens, "attention_mask": _mask}
+LABELLED = {"input_ids": _tokens, "labels": _tokens}
+
+# The class of transformers, its configuration, and the inputs; "use_cache" is off wherever there is such a thing.
+TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Callable[[], Tensor]]]] = {
+    "gpt2": ("GPT2LMHeadModel", GPT, MASKED),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", GPT, TOKENS),
+    "llama": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2}, TOKENS),
+    "llama_masked": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2}, MASKED),
+    "llama_eager": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 2, "attn_implementation": "eager"}, TOKENS),
+    "mixtral": ("MixtralForCausalLM", {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4}, TOKENS),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**EXPERTS, "num_experts": 4}, TOKENS),
+    "qwen3_next": ("Qwen3NextForCausalLM", {**EXPERTS, "num_experts": 4, **LINEAR_ATTENTION}, TOKENS),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**EXPERTS, "n_routed_experts": 4, **LATENT_ATTENTION}, TOKENS),
+    "gpt_oss": ("GptOssForCausalLM", {**EXPERTS, "num_local_experts": 4}, TOKENS),
+    "gemma2": ("Gemma2ForCausalLM", {**SIZES, "num_key_value_heads": 2, "head_dim": 8}, TOKENS),
+    "gpt_neox": ("GPTNeoXForCausalLM", SIZES, TOKENS),
+    "falcon_alibi": ("FalconForCausalLM", {**SIZES, "multi_query": True, "alibi": True}, TOKENS),
+    "bloom": ("BloomForCausalLM", {"vocab_size": 99, "hidden_size": 32, "n_layer": 2, "n_head": 4}, TOKENS),
+    "t5": ("T5ForConditionalGeneration", T5, LABELLED),
+    "t5_masked": ("T5ForConditionalGeneration", {**T5, "dropout_rate": 0.0}, {**MASKED, "labels": _tokens}),
+    "bert": ("BertForMaskedLM", SIZES, {**MASKED, "labels": _tokens}),
+    "deberta": ("DebertaV2ForMaskedLM", SIZES, TOKENS),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {**CODER, **SPEECH, "eos_token_id": 2, "decoder_start_token_id": 1},
+        {"input_features": lambda: torch.randn(2, 8, 40), "decoder_input_ids": _tokens},
+    ),
+    "wav2vec2": (
+        "Wav2Vec2Model",
+        {**SIZES, "conv_dim": [16] * 7, "num_conv_pos_embeddings": 16, "apply_spec_augment": False},
+        {"input_values": lambda: torch.randn(2, 2000)},
+    ),
+    "mamba": ("MambaForCausalLM", {**SIZES, "state_size": 4}, TOKENS),
+    "vit": ("ViTModel", VISION, {"pixel_values": _picture}),
+    "beit": ("BeitModel", {**VISION, "use_relative_position_bias": True}, {"pixel_values": _picture}),
+}
+
+VISION_MODELS = (
+    *("mobilenet_v2", "efficientnet_b0", "efficientnet_v2_s", "convnext_tiny", "swin_t", "swin_v2_t", "regnet_y_400mf"),
+    *("shufflenet_v2_x0_5", "squeezenet1_1", "mnasnet0_5", "lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"),
+)
+
+
+def _transformer(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    model_name, options, inputs = TRANSFORMERS[name]
+    model_class = getattr(transformers, model_name)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**options)).train()
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    return model, {key: make() for key, make in inputs.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_save_what_they_save_on_the_cpu(name: str, mode: str) -> None:
+    model, inputs = _transformer(name)
+    if mode == "bfloat16":
+        model = model.bfloat16()
+        inputs = {key: value.bfloat16() if value.is_floating_point() else value for key, value in inputs.items()}
+
+    with torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else nullcontext():
+        real, meta = both(model, kwargs=inputs, backward=mode == "float32")
+
+    assert saved(meta) == saved(real)
+    assert [row.self_bytes for row in meta.modules] == [row.self_bytes for row in real.modules]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_channels_last", [False, True])
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_vision_models_save_what_they_save_on_the_cpu(name: str, in_channels_last: bool) -> None:
+    options = {"weights_backbone": None} if "mobilenet_v3" in name else {}
+    model = torchvision.models.get_model(name, weights=None, **options).train()
+    x = torch.randn(2, 3, 64, 64)
+    if in_channels_last:
+        model, x = model.to(memory_format=torch.channels_last), channels_last(x)
+
+    real, meta = both(model, x)
+
+    assert saved(meta) == saved(real)

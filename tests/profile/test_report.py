@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import json
+import pickle
 import re
+from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit import profile_memory
+from memkit.errors import ReportFormatError
 from memkit.profile import MemoryReport
 from memkit.profile.table import SORT_KEYS
 from tests.models import CASES
+from tests.profile.cases import Holding
 from tests.profile.traced import LlamaBlock
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -91,9 +101,7 @@ def test_identical_siblings_are_one_row_with_their_sum_unless_all_are_asked_for(
 
 def test_rows_that_differ_or_have_names_are_not_put_together() -> None:
     report = _meta(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 8)), torch.randn(2, 4))
-    named = nn.Sequential()
-    for name in ("first", "second"):
-        named.add_module(name, nn.Linear(4, 4))
+    named = nn.Sequential(OrderedDict(first=nn.Linear(4, 4), second=nn.Linear(4, 4)))
 
     assert "[0-1] (x2)" in str(report)
     assert "\n2 " in str(report)
@@ -101,21 +109,17 @@ def test_rows_that_differ_or_have_names_are_not_put_together() -> None:
 
 
 def test_different_shapes_are_counted() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    twice = Holding(lambda self, x: self.linear(x) + self.linear(x[:1]), linear=nn.Linear(4, 4))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) + self.linear(x[:1])
-
-    assert "(2, 4) x2 kinds" in str(_meta(Twice(), torch.randn(2, 4)))
+    assert "(2, 4) x2 kinds" in str(_meta(twice, torch.randn(2, 4)))
 
 
 @pytest.mark.parametrize("view", [{"depth": -1}, {"top": -1}, {"top": 1.5}, {"sort_by": "colour"}])
 def test_views_that_do_not_exist(resnet50: MemoryReport, view: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="must be"):
         resnet50.to_text(**view)
+    with pytest.raises(AttributeError, match=r"MemoryReport\.to_csv was removed in 0\.2; use to_json"):
+        resnet50.to_csv()
 
 
 def test_notebooks_show_a_table(resnet50: MemoryReport) -> None:
@@ -125,11 +129,6 @@ def test_notebooks_show_a_table(resnet50: MemoryReport) -> None:
     assert "20974.20 MiB" in html
     Script = type("<script>", (nn.Identity,), {})  # noqa: N806 - a class
     assert "<script>" not in _meta(Script(), torch.zeros(1))._repr_html_()
-
-
-def test_what_was_removed_says_what_to_use(resnet50: MemoryReport) -> None:
-    with pytest.raises(AttributeError, match=r"MemoryReport\.to_csv was removed in 0\.2; use to_json"):
-        resnet50.to_csv()
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +148,7 @@ def test_peak_in_words(resnet: MemoryReport) -> None:
         "Of 21.0 GiB at the peak of the step (in the backward of layer4.2.relu): activations 20.3, temporaries 0.2, "
         "optimizer states 0.2, inputs 0.1."
     )
+    assert "\ngradients: 97.50 MiB\nstates of AdamW: 194.98 MiB\n" in str(resnet)
 
 
 def test_figures_in_words_add_up(llama: MemoryReport) -> None:
@@ -159,30 +159,23 @@ def test_figures_in_words_add_up(llama: MemoryReport) -> None:
     assert sum(parts) == pytest.approx(total, abs=0.05 * (len(parts) + 1))
 
 
-def test_small_steps_are_told_in_smaller_units() -> None:
-    report = memkit.profile_memory(nn.Linear(8, 8), torch.ones(2, 8), backward=True, print_table=False)
-
-    assert sentence(report).startswith("Of 0.7 KiB at the peak of the step (in the backward of the model itself): param")
-
-
-def test_forward_alone_says_nothing_of_a_step() -> None:
-    report = memkit.profile_memory(nn.Linear(8, 8), torch.ones(2, 8), print_table=False)
-
-    assert "peak of the step" not in str(report)
-    assert report.peak_to_text() == (
-        "what is alive at the peak of the step is known of a profile with backward=True (--backward)."
+def test_small_steps_are_told_in_smaller_units_and_a_forward_alone_says_nothing_of_a_step() -> None:
+    small, forward = (
+        memkit.profile_memory(nn.Linear(8, 8), torch.ones(2, 8), backward=backward, print_table=False)
+        for backward in (True, False)
     )
 
-
-def test_gradients_and_states_have_lines(resnet: MemoryReport) -> None:
-    assert "\ngradients: 97.50 MiB\nstates of AdamW: 194.98 MiB\n" in str(resnet)
+    assert sentence(small).startswith("Of 0.7 KiB at the peak of the step (in the backward of the model itself): param")
+    assert "peak of the step" not in str(forward)
+    assert forward.peak_to_text() == (
+        "what is alive at the peak of the step is known of a profile with backward=True (--backward)."
+    )
 
 
 def test_list_at_the_peak_is_largest_first_and_complete(llama: MemoryReport) -> None:
     text = llama.peak_to_text(top=None)
 
     memory = llama.step_memory
-    assert memory is not None
     sizes = [float(line.split()[0]) for line in text.splitlines()[4:]]
     assert sizes == sorted(sizes, reverse=True)
     assert sum(sizes) == pytest.approx(memory.peak_bytes / 2**20, abs=0.01 * len(sizes))
@@ -206,13 +199,11 @@ def test_list_at_the_peak_folds_modules(llama: MemoryReport) -> None:
 
 def test_rest_of_the_list_is_summed(llama: MemoryReport) -> None:
     memory = llama.step_memory
-    assert memory is not None
 
     lines = llama.peak_to_text(top=3).splitlines()
 
     shown = sum(float(line.split()[0]) for line in lines[4:7])
     rest = re.fullmatch(r"\.\.\. and \d+ more: ([\d.]+) MiB", lines[-1])
-    assert rest is not None
     assert shown + float(rest[1]) == pytest.approx(memory.peak_bytes / 2**20, abs=0.05)
 
 
@@ -244,3 +235,135 @@ def test_print_of_a_profile_fits_the_terminal(capsys: pytest.CaptureFixture[str]
     memkit.profile_memory(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(2, 8))
 
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 70
+
+
+@pytest.fixture(scope="module")
+def report() -> MemoryReport:
+    case = CASES["checkpoint_reentrant"]
+    return profile_memory(case.model(), *case.inputs(), backward=True, tag="tagged", print_table=False)
+
+
+def test_json_and_its_file_bring_back_the_same_report(report: MemoryReport, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(report.to_json())
+    bare = profile_memory(nn.Identity(), torch.zeros(()), device="meta", print_table=False)  # without times or shapes
+
+    assert MemoryReport.from_json(report.to_json()) == MemoryReport.from_json(path) == report
+    assert MemoryReport.from_json(bare.to_json()) == bare
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda report: pickle.loads(pickle.dumps(report))])
+def test_reports_can_be_copied(report: MemoryReport, how: object) -> None:
+    assert how(report) == report
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not a memkit report: it is not JSON"),
+        ('{"schema": "memkit.MemoryReport", "schema_version": 3}', "has schema version 3; this memkit reads versions up to 2"),
+        ('{"schema": "memkit.MemoryReport", "schema_version": 1}', "is not a whole memkit report: KeyError: 'tag'"),
+        *((changes, "not a whole") for changes in ({"modules": [{}]}, {"saved": [{"category": "dust"}]}, {"run": 3})),
+        ({"modules": []}, "not a whole memkit report"),
+    ],
+)
+def test_text_that_is_no_report(text: str | dict[str, object], message: str, report: MemoryReport) -> None:
+    damaged = text if isinstance(text, str) else json.dumps({**json.loads(report.to_json()), **text})
+
+    with pytest.raises(ReportFormatError, match=f"^this text .*{message}"):
+        MemoryReport.from_json(damaged)
+
+
+def test_times_and_peaks_of_children_fit_into_their_parents(report: MemoryReport) -> None:
+    rows = {row.fqn: row for row in report.modules}
+    model, last = rows["(model)"], rows["last"]
+
+    assert 0 < sum(rows[name].forward_s for name in ("first", "block", "last")) <= report.forward_s
+    assert report.backward_s == pytest.approx(model.backward_s + rows["(outside modules)"].backward_s)
+    assert model.backward_s >= last.backward_s > 0
+    assert 0 < rows["block.0"].peak_bytes <= rows["block"].peak_bytes <= model.peak_bytes
+    assert 0 < last.backward_peak_bytes <= model.backward_peak_bytes
+
+
+MIB = 2**20
+
+
+class Blocks(nn.Module):
+    def __init__(self, *, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return x
+
+
+@functools.cache
+def of_blocks(*, checkpointed: bool, optimizer: str | None = "adamw") -> MemoryReport:
+    with torch.device("meta"):
+        model, x = Blocks(checkpointed=checkpointed), torch.empty(4096, 256)
+    return memkit.profile_memory(model, x, print_table=False, optimizer=optimizer)
+
+
+def test_checkpoints_have_helped_and_parts_at_the_peak_add_up() -> None:
+    before, after = of_blocks(checkpointed=False), of_blocks(checkpointed=True)
+
+    found = before.compare(after)
+
+    assert found.helped
+    assert (found.peak.before, found.peak.after) == (before.step_peak_bytes, after.step_peak_bytes)
+    assert found.time is None
+    assert str(found).startswith(
+        f"It helped: the peak of the step went from {found.peak.before / MIB:.2f} to {found.peak.after / MIB:.2f} MiB, "
+        f"{-100 * found.peak.change:.0f} % less.\n"
+    )
+    rows = {line.rpartition(" (MiB)")[0]: line.rpartition(" (MiB)")[2].split() for line in str(found).splitlines()[4:]}
+    assert rows["... optimizer states"][2] == "+0.0"
+    assert rows["... activations"][2].startswith("-")
+    assert rows["saved activations"][0] == f"{before.activation_bytes / MIB:.2f}"
+    parts = [figure for figure in found.figures if figure.name.startswith("... ")]
+    assert sum(figure.before or 0 for figure in parts) == found.peak.before
+    assert sum(figure.after or 0 for figure in parts) == found.peak.after
+    for width in (40, 80):
+        assert max(map(len, found.to_text(width=width).splitlines())) <= width
+
+
+def test_the_same_made_no_difference_and_the_other_way_round_it_did_not_help() -> None:
+    before, after = of_blocks(checkpointed=False), of_blocks(checkpointed=True)
+
+    assert str(after.compare(before)).startswith("It did not help: ")
+    assert str(before.compare(before)).startswith("It made no difference: the peak of the step went from")
+    assert of_blocks(checkpointed=False, optimizer=None).compare(after).peak.name == "peak of the forward"
+    with pytest.raises(TypeError, match=r"or with what memkit\.stats returns; found int"):
+        before.compare(3)
+
+
+def test_times_are_compared_where_both_were_taken() -> None:
+    model = Blocks(checkpointed=False)
+    short = memkit.profile_memory(model, torch.randn(4, 256), backward=True, print_table=False, warmup=0)
+    rows = [replace(row, forward_s=2.0, backward_s=4.0 if row.parent is None else None) for row in short.modules]
+    fast = [replace(row, forward_s=1.0, backward_s=0.25) for row in short.modules]
+
+    found = replace(short, modules=tuple(rows)).compare(replace(short, modules=tuple(fast)))
+
+    assert found.time.before == 2.0 + 2 * 4.0  # of the model, and outside of it
+    assert f"forward and backward take {found.time.after / found.time.before:.2f} times as long" in str(found)
+
+
+def test_stats_of_memkit_are_taken() -> None:
+    device = memkit.device.ReferenceDevice()
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(256, 64)
+    before = memkit.profile_memory(model, x, backward=True, print_table=False, device="meta", target="cpu")
+    for _ in range(4):
+        with memkit.MemoryBudget("1GiB", "compared", device=device, min_bytes=1):
+            output = model(x)
+        output.sum().backward()
+        model.zero_grad()
+    stats = replace(memkit.stats("compared"), step_s=0.12, plain_s=0.1)
+
+    found = before.compare(stats)
+
+    assert (found.peak.before, found.peak.after) == (before.step_peak_bytes, stats.step_peak_bytes)
+    assert "forward and backward take 1.20 times as long" in str(found)

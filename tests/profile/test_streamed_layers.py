@@ -24,13 +24,11 @@ def linears(num_layers: int = 6) -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
 
 
+_OF_STACKS = ("checkpoint", "reentrant checkpoint", "segments", "reused")
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": linears,
     "blocks": Stack,
-    "checkpoint": lambda: Stack(run=RUNS["checkpoint"]),
-    "reentrant checkpoint": lambda: Stack(run=RUNS["reentrant checkpoint"]),
-    "segments": lambda: Stack(run=RUNS["segments"]),
-    "reused": lambda: Stack(run=RUNS["reused"]),
+    **{name: functools.partial(Stack, run=RUNS[name]) for name in _OF_STACKS},
 }
 RATIOS = [(name, (0.5, 1.0)[number % 2]) for number, name in enumerate(MODELS)]
 
@@ -73,6 +71,10 @@ def assert_same_but_for_weights(found: MemoryReport, expected: MemoryReport) -> 
     assert found.buffer_bytes == expected.buffer_bytes
 
 
+def peaks(report: MemoryReport) -> list[int]:
+    return [report.before_bytes, report.forward_peak_bytes, report.backward_peak_bytes]
+
+
 def host_copies(offload: memkit.LayerOffload) -> set[int]:
     return {id(item.parameter) for chunk in offload._chunks for item in chunk.parameters}
 
@@ -107,14 +109,7 @@ def test_peaks_are_those_of_the_plain_model_less_weights_plus_slots(name: str, r
         moved = [p.nbytes for p in model.parameters() if id(p) in host_copies(offload)]
 
     less = sum(-(-num_bytes // rounding) * rounding for num_bytes in moved) - report.slot_bytes
-    for found, plain in (
-        (report.before_bytes, expected.before_bytes),
-        (report.forward_peak_bytes, expected.forward_peak_bytes),
-        (report.backward_peak_bytes, expected.backward_peak_bytes),
-    ):
-        assert found is not None
-        assert plain is not None
-        assert found == plain - less
+    assert peaks(report) == [plain - less for plain in peaks(expected)]
     assert report.unaccounted_bytes == expected.unaccounted_bytes
     for row, like in zip(report.modules, expected.modules, strict=True):
         assert (row.peak_bytes, row.backward_peak_bytes) == (like.peak_bytes, like.backward_peak_bytes), row.fqn
@@ -129,13 +124,7 @@ def test_counter_of_the_device_sees_weights_on_the_device_and_slots() -> None:
     with memkit.LayerOffload(model, offload_ratio=1.0, num_slots=2, device=device):
         report = profile(model, batch, backward=True)
 
-    for found, plain in (
-        (report.before_bytes, expected.before_bytes),
-        (report.forward_peak_bytes, expected.forward_peak_bytes),
-        (report.backward_peak_bytes, expected.backward_peak_bytes),
-    ):
-        assert found is not None
-        assert plain is not None
+    for found, plain in zip(peaks(report), peaks(expected), strict=True):
         assert abs(found - (plain - report.host_param_bytes + report.slot_bytes)) < report.slot_bytes / 4
 
 

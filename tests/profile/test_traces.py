@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+import memkit
 from memkit import profile_memory
 from memkit.errors import ProfileError
+from tests.interrupts import count_lines, hooks_around, interrupts
 from tests.models import CASES, ConvNet
 from tests.profile.cases import Function, Holding, Ops
 
@@ -25,10 +28,8 @@ DEVICES = [None, "meta"]
 
 
 def _hooks_of(model: nn.Module) -> int:
-    return sum(
-        len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._forward_hooks_with_kwargs)
-        for module in model.modules()
-    )
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs")
+    return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
@@ -83,12 +84,15 @@ def test_model_is_as_it_was(device: str | None, outcome: str) -> None:
     assert all(grad is None or torch.equal(grad, now) for grad, now in zip(kept, grads, strict=True))
 
 
-def test_leaves_that_are_no_parameters_get_no_gradient() -> None:
-    scale = torch.ones(4, requires_grad=True)
+def test_leaves_that_are_no_parameters_get_no_gradient_and_graphs_of_the_user_are_refused() -> None:
+    scale, target, x = torch.ones(4, requires_grad=True), nn.Linear(4, 4)(torch.randn(2, 4)), torch.randn(2, 4)
 
-    profile_memory(nn.Linear(4, 4), torch.randn(2, 4), loss_fn=lambda y: (y * scale).sum(), backward=True, print_table=False)
+    profile_memory(nn.Linear(4, 4), x, loss_fn=lambda y: (y * scale).sum(), backward=True, print_table=False)
 
     assert scale.grad is None
+    with pytest.raises(ProfileError, match="a graph that was there before"):
+        profile_memory(nn.Linear(4, 4), x, loss_fn=lambda y: (y - target).sum(), backward=True, print_table=False)
+    target.sum().backward()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -172,47 +176,31 @@ def test_what_is_written_and_not_put_back_is_reported(write: Callable[..., objec
         profile_memory(codebook, torch.randn(4), print_table=False)
 
 
-def test_parameters_that_get_other_bytes_get_theirs_back() -> None:
-    def decay(self: Any, x: Tensor) -> Tensor:
-        self.weight.data = self.weight.data * 0.9
-        return x * self.weight
-
-    model: Any = Holding(decay, weight=_frozen(torch.ones(4)))
-    profile_memory(model, torch.randn(4), print_table=False)
-
-    assert torch.equal(model.weight, torch.ones(4))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_lists_and_plain_tensors_are_as_they_were(device: str | None) -> None:
-    def keep(self: Any, x: Tensor) -> Tensor:
-        y = x.exp()
+    def keep(self: Any, batch: dict[str, Tensor]) -> Tensor:
+        batch["y"] = y = batch["x"].exp()
         self.outputs.append(y)
         self.named["y"] = self.cache = y
         self.count.add_(1)
         return torch.cat(self.outputs).tanh()
 
     model: Any = Holding(keep, outputs=[], named={}, count=torch.zeros(1))
-    report = profile_memory(model, torch.randn(4, requires_grad=True), device=device, warmup=2, print_table=False)
+    batch = {"x": torch.randn(4, requires_grad=True)}
+    report = profile_memory(model, batch, device=device, warmup=2, print_table=False)
 
-    assert (model.outputs, model.named, float(model.count), hasattr(model, "cache")) == ([], {}, 0.0, False)
+    assert (model.outputs, model.named, float(model.count), hasattr(model, "cache"), [*batch]) == ([], {}, 0.0, False, ["x"])
     assert report.activation_bytes == 2 * 16
 
 
-def test_containers_of_the_caller_are_as_they_were() -> None:
-    batch = {"x": torch.randn(4, requires_grad=True)}
-    profile_memory(Function(lambda batch: batch.setdefault("y", batch["x"].exp())), batch, print_table=False)
-
-    assert list(batch) == ["x"]
-
-
-def test_buffers_of_every_kind_are_put_back() -> None:
-    def grow(self: Any, x: Tensor) -> Tensor:
+def test_buffers_and_parameters_of_every_kind_are_put_back() -> None:
+    def change(self: Any, x: Tensor) -> Tensor:
         self.queue.data = torch.cat([self.queue, self.queue + 1])
-        return self.norm(x)
+        self.weight.data = self.weight.data * 0.9
+        return self.norm(x) * self.weight
 
     wide, queue = nn.Buffer(torch.ones(1, 4).expand(3, 4)), nn.Buffer(torch.zeros(2))
-    model = Holding(grow, wide=wide, queue=queue, norm=nn.BatchNorm1d(4))
+    model = Holding(change, wide=wide, queue=queue, norm=nn.BatchNorm1d(4), weight=_frozen(torch.ones(4)))
     with torch.inference_mode():
         model.register_buffer("frozen", torch.ones(2))
     state = _state(model)
@@ -232,16 +220,6 @@ def test_backward_stops_at_inputs_that_were_computed(device: str | None) -> None
 
     assert first.weight.grad is not None
     assert report.input_bytes == 32
-
-
-def test_backward_into_a_graph_of_the_users_is_refused() -> None:
-    target = nn.Linear(4, 4)(torch.randn(2, 4))
-
-    with pytest.raises(ProfileError, match="a graph that was there before"):
-        profile_memory(
-            nn.Linear(4, 4), torch.randn(2, 4), loss_fn=lambda y: (y - target).sum(), backward=True, print_table=False
-        )
-    target.sum().backward()
 
 
 def test_steps_in_the_backward_are_refused() -> None:
@@ -299,3 +277,37 @@ def test_users_hooks_run_and_stay() -> None:
 
     assert calls == ["pre", "post"] * 3
     assert _hooks_of(model) == 3
+
+
+EDGES = ["__enter__", "claim", "__exit__", "exit", "leave", "end_block"]
+MODEL, X = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(2, 8)
+
+
+def _profile() -> None:
+    try:
+        memkit.profile_memory(MODEL, X, print_table=False, backward=True, warmup=0)
+    except KeyboardInterrupt as error:
+        sys.last_value = error  # as Python does at its prompt; with it all frames live on
+        raise
+
+
+def _run_in_a_context() -> None:
+    with memkit.Rematerialize(1.0, "after", min_bytes=0):
+        loss = MODEL(X).sum()
+    loss.backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [_run_in_a_context, _profile])
+def test_profile_that_was_interrupted_at_its_edges_is_over(run: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    before = hooks_around(MODEL)
+    num_places = 0
+
+    for function in EDGES:
+        for place in interrupts(_profile, 8, within=function) if count_lines(_profile, function) else ():
+            num_places += "hooks.py" in place or "interrupts.py" in place
+            run()
+            assert hooks_around(MODEL) == before, place
+
+    assert num_places

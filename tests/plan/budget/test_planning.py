@@ -181,7 +181,6 @@ def test_no_plan_is_faster_than_the_bound(seed: int) -> None:
 
         bound = find_bound(problem, budget_bytes)
 
-        assert bound is not None
         assert problem.plain_s <= bound.seconds <= min(steps, default=math.inf)
         for less in SHARES:
             if less < share:
