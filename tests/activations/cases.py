@@ -172,29 +172,9 @@ def skips(x: Tensor, w: Tensor) -> Tensor:
 COMPUTATIONS: dict[str, Computation] = {
     made.__name__: made
     for made in (
-        mlp,
-        convolution,
-        channels_last,
-        attention,
-        views_of_one_storage,
-        saved_many_times,
-        outputs_as_saved,
-        broadcast,
-        in_place,
-        complex_views,
-        masks,
-        scalars_and_empties,
-        layer_norm,
-        cross_entropy,
-        dropout,
-        randomized_relu,
-        custom_function,
-        checkpointed,
-        checkpointed_reentrant,
-        bfloat16,
-        autocast,
-        lstm,
-        skips,
+        *(mlp, convolution, channels_last, attention, views_of_one_storage, saved_many_times, outputs_as_saved, broadcast),
+        *(in_place, complex_views, masks, scalars_and_empties, layer_norm, cross_entropy, dropout, randomized_relu),
+        *(custom_function, checkpointed, checkpointed_reentrant, bfloat16, autocast, lstm, skips),
     )
 }
 

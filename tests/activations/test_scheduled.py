@@ -108,40 +108,6 @@ def test_backward_in_another_thread_while_the_next_forward_runs(offloads: Offloa
         del second
 
 
-@pytest.mark.parametrize("units", [[1] * 12, IN_BATCHES])
-@pytest.mark.parametrize("options", [*SETTINGS, {"ratio": 0.5, "window_units": 3}, {"ratio": 0.0, "window_units": 0}])
-def test_most_bytes_on_the_device_are_counted_in_steady_steps(
-    offloads: Offloads, units: list[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At least the bytes that leave or have come back, and at most those of steps without a schedule."""
-    x, found, held = leaf_on(offloads.device.torch_device), [], [0]
-    fetch, keep_up = ScheduledForward._fetch_next, ScheduledForward.keep_up
-
-    def fetch_and_look(forward: ScheduledForward) -> bool:
-        was_fetched = fetch(forward)
-        held.append(forward.live_bytes)
-        return was_fetched
-
-    def look_and_keep_up(forward: ScheduledForward, *due: int) -> None:
-        held.append(forward.live_bytes)
-        keep_up(forward, *due)
-
-    monkeypatch.setattr(ScheduledForward, "_fetch_next", fetch_and_look)
-    monkeypatch.setattr(ScheduledForward, "keep_up", look_and_keep_up)
-    for _ in range(4):
-        (window,) = offload_states[TAG].windows() if TAG in offload_states else [None]
-        if window is not None:
-            window.ledger.peak_live_bytes = 0
-        with offloads(**options):
-            y = chain(x, units)
-        gradient_of(y, x)
-        del y
-        found.append(memkit.stats(TAG).peak_live_bytes / UNIT_BYTES)
-
-    assert max(held) / UNIT_BYTES <= found[2] == found[3] <= found[1]
-    assert found[3] >= found[1] - max(units)
-
-
 def test_cache_of_the_allocator_is_emptied_once(offloads: Offloads, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     x = leaf_on(offloads.device.torch_device)
@@ -345,9 +311,6 @@ def test_peek_ahead_of_the_backward(offloads: Offloads) -> None:
         assert_same_bits([gradient_of(y, x)], [wanted])
         del y, node
         memkit.reset(TAG)
-
-
-# Writes
 
 
 # Ends

@@ -15,7 +15,6 @@ from memkit.activations.saved.state import offload_states
 from memkit.device import CudaDevice, Device, ReferenceDevice
 from memkit.device.base import CopyBatch, Event, Piece
 from memkit.device.clocks import ReferenceEvent
-from memkit.errors import RaceError
 from memkit.plan import copies
 from memkit.transfer import lanes
 from memkit.transfer.lanes import CopiesByTurns, Lanes, copy_by_turns
@@ -208,49 +207,6 @@ def test_each_turn_waits_for_the_one_before_on_the_other_stream(
     assert first.num_storages == len(sizes)
     assert [batch.started for batch in (first, second)] == [made[0].started, made[len(made) // 2].started]
     assert [batch.done for batch in (first, second)] == [made[len(made) // 2 - 1].done, made[-1].done]
-
-
-def _two_turns(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[Piece, CopiesByTurns]:
-    """Return 8 bytes of pinned memory, and their copies to a storage in two turns."""
-    monkeypatch.setattr(lanes, "TURN_BYTES", 4)
-    host = torch.zeros(8, dtype=torch.uint8)
-    device.pin(host)
-    piece = Piece(0, 0, host, host.data_ptr(), 8)
-    batch = copy_by_turns(device, (device.new_stream("first"), device.new_stream("second")), [piece], is_out=False, ahead=None)
-    assert isinstance(batch, CopiesByTurns)
-    return piece, batch
-
-
-def test_how_long_a_stream_has_waited_for_turns_counts_until_they_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    _, batch = _two_turns(device, monkeypatch)
-    storage = device.allocate(8)
-    batch.start([storage])
-    batch.wait()
-
-    assert batch.waited is not None
-    batch.waited = batch.started  # as if the stream had had nothing else to do
-    assert batch.stall_s() == batch.started.elapsed_s(batch.done) > 0.0
-    batch.start([storage])
-    assert batch.waited is None
-    batch.wait()
-
-
-def test_turns_wait_for_the_batch_that_they_are_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    piece, back = _two_turns(device, monkeypatch)
-    storage, made = device.allocate(8), device.allocate(8)
-    storage.fill_(7)
-    out = device.copy_batch(device.new_stream("out"), [piece], is_out=True)
-
-    out.start([storage])
-    with pytest.raises(RaceError):
-        back.start([made])
-    back.start([made], out)
-    back.wait()
-    out.wait()
-
-    assert list(made) == [7] * 8
 
 
 @pytest.mark.gpu

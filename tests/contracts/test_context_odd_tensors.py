@@ -334,20 +334,9 @@ def wrapped(x: Tensor, w: Tensor) -> Tensor:
 COMPUTATIONS: dict[str, Computation] = {
     made.__name__: made
     for made in (
-        nested_and_padded,
-        nested_softmax,
-        jagged_attention,
-        jagged_elementwise,
-        forward_mode,
-        zeros_without_bytes,
-        from_integers,
-        of_each_sample,
-        jacobian_product,
-        jacobian_product_of_each,
-        sparse_products,
-        without_data_beside,
-        class_of_its_own,
-        wrapped,
+        *(nested_and_padded, nested_softmax, jagged_attention, jagged_elementwise, forward_mode, zeros_without_bytes),
+        *(from_integers, of_each_sample, jacobian_product, jacobian_product_of_each, sparse_products, without_data_beside),
+        *(class_of_its_own, wrapped),
     )
 }
 

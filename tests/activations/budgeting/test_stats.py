@@ -80,18 +80,6 @@ def test_plan_from_json_is_followed_under_a_new_tag(action: Action) -> None:
     assert plan.offload_bytes == plan.moved_bytes
 
 
-@pytest.mark.parametrize(
-    ("budget", "shown"),
-    [
-        ("12GiB", '<MemoryBudget(tag="shown"): at most 12288.00 MiB of the device; what does not fit leaves or is recomputed>'),
-        (0.5, "at most 50% of the plain step's peak of the device"),
-        ("512B", "at most 512 bytes of the device"),
-    ],
-)
-def test_repr(budget: str | float, shown: str) -> None:
-    assert shown in repr(memkit.MemoryBudget(budget, "shown"))
-
-
 def test_attached_context_has_the_plan_and_the_figures() -> None:
     device = ReferenceDevice()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Tanh()) for _ in range(4)))

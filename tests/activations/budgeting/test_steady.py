@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,6 +19,7 @@ from memkit.plan import Action
 from tests.activations.budgeting.plans import Make, plan_of_some, steady
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.threads import run_in_threads
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
@@ -232,9 +232,7 @@ def another_thread_writes(own: Own, context: Make, departs: bool) -> list[Tensor
         y = own.layer(own.x)
         a = y + 1
         if departs:
-            thread = threading.Thread(target=y.detach().mul_, args=(2,))
-            thread.start()
-            thread.join()
+            run_in_threads(partial(y.detach().mul_, 2))
         out = ((y * own.w).sin() + (a @ own.first).cos().exp()).sum()
         del y, a
     return list(torch.autograd.grad(out, [own.w, own.first, own.layer.weight]))
