@@ -16,6 +16,7 @@ from memkit.activations.saved.state import offload_states
 from memkit.core.hooks import innermost_pack
 from memkit.core.sizes import HOST_PAGE_BYTES
 from memkit.device import Device, ReferenceDevice
+from tests.activations.budgeting.test_unpinned import Stingy
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step, three_backwards
 from tests.activations.conftest import Offload
@@ -85,19 +86,8 @@ def test_host_limit_leaves_the_rest_on_the_device_with_one_warning(
             assert stats.host_held_bytes <= limit_bytes
 
 
-class Unpinnable(ReferenceDevice):
-    """Refuses to pin while `refuses` is set."""
-
-    refuses = True
-
-    def pin(self, host: Tensor) -> None:
-        if self.refuses:
-            raise memkit.errors.HostMemoryError("injected: the system locks no more memory")
-        super().pin(host)
-
-
 def test_memory_that_is_not_pinned_leaves_all_on_the_device_with_one_warning() -> None:
-    device = Unpinnable()
+    device = Stingy()
     x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), [1] * 8)
     context = memkit.CPUOffload(1.0, "pin", min_bytes=0, window_bytes=0, device=device)
     with warnings.catch_warnings(record=True) as caught:
@@ -109,7 +99,7 @@ def test_memory_that_is_not_pinned_leaves_all_on_the_device_with_one_warning() -
     (warning,) = caught
     assert "leaves 0.00 MiB on the device: injected" in str(warning.message)
 
-    device.refuses = False
+    device.left = 1000
     assert_same_bits(step(x, [1] * 8, lambda: context), plain)
     assert memkit.stats("pin").moved_out_bytes == 8 * UNIT_BYTES
     device.synchronize()

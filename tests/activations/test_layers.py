@@ -6,9 +6,8 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -26,6 +25,8 @@ from memkit.activations.saved import state
 from memkit.core.hooks import innermost_pack
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import ReplayMismatchError
+from tests.activations.budgeting.allocator import CountingDevice
+from tests.activations.budgeting.plans import Make
 from tests.activations.budgeting.test_regions_and_copies import BlockNet
 from tests.activations.budgeting.test_semantics import STEPS, Net, words_inside
 from tests.activations.cases import assert_same_bits
@@ -35,7 +36,6 @@ from tests.calls import num_calls
 IN_VAIN = "no plan holds for these steps"
 pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.filterwarnings(f"ignore:.*{IN_VAIN}")]
 
-Make = Callable[[], AbstractContextManager[object]]
 Contexts = Callable[[str, Device], ForwardContext]
 
 
@@ -160,26 +160,6 @@ def test_each_layer_runs_twice_and_nothing_else(context: Contexts) -> None:
     assert noted.num_ops <= plain.num_ops
 
 
-class _Storages(TorchDispatchMode):
-    """Notes the storages that ops make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._found = dict[int, weakref.ref[torch.UntypedStorage]]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        for result in results if isinstance(results, tuple | list) else (results,):
-            if isinstance(result, Tensor):
-                storage = result.untyped_storage()
-                self._found[storage._cdata] = weakref.ref(storage)
-        return results
-
-    def alive_bytes(self) -> int:
-        storages = [storage for reference in self._found.values() if (storage := reference()) is not None]
-        return sum(storage.nbytes() for storage in storages)
-
-
 class _Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -209,9 +189,9 @@ def test_no_more_is_held_than_with_a_checkpoint_around_each_layer(context: Conte
         net = _Stack(6, is_checkpointed=name == "checkpoints")
         make = functools.partial(context, "held", device) if name == "layers" else nullcontext
         _learn_in_vain(net, make, device)
-        with make(), _Storages() as storages:
+        with make(), CountingDevice().counting(nn.Identity()) as allocator:
             loss = net(_rows(64, device)).square().sum()
-        held[name] = storages.alive_bytes()
+        held[name] = allocator.allocated_bytes()
         loss.backward()
 
     assert 0 < held["layers"] <= held["checkpoints"]
@@ -350,25 +330,19 @@ def test_layers_that_no_recorded_step_has_called_are_recomputed_as_well(context:
     assert memkit.stats("skipped").num_replays == 5
 
 
-def test_steps_of_a_few_kinds_are_planned_for(context: Contexts) -> None:
-    device = ReferenceDevice()
-    net, make = _Stack(3), functools.partial(context, "two", device)
-    follows = []
-    for rows in (4, 9) * 5:
-        _of_rows(net, rows, device, make)
-        follows.append(memkit.stats("two").follows_plan)
-
-    assert all(follows[-4:])
-
-
-def test_few_steps_in_vain_among_many_are_forgiven(context: Contexts, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sizes", "num_planned"), [((4, 9) * 5, 4), ((4, 4, 4, 5, 4, 4, 4, 6, 4, 4, 4, 7, 4), 1)])
+def test_steps_of_a_few_kinds_are_planned_for_and_few_in_vain_among_many_are_forgiven(
+    sizes: tuple[int, ...], num_planned: int, context: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(state, "_VAIN_AMONG", 6)
     device = ReferenceDevice()
     net, make = _Stack(3), functools.partial(context, "few", device)
-    for rows in (4, 4, 4, 5, 4, 4, 4, 6, 4, 4, 4, 7, 4):
+    follows = []
+    for rows in sizes:
         _of_rows(net, rows, device, make)
+        follows.append(memkit.stats("few").follows_plan)
 
-    assert memkit.stats("few").follows_plan
+    assert all(follows[-num_planned:])
 
 
 def _recorded(net: nn.Module, budget: str, num_steps: int) -> list[bool]:

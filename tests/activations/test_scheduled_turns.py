@@ -15,6 +15,7 @@ from memkit.activations.saved.state import offload_states
 from memkit.device import CudaDevice, Device, ReferenceDevice
 from memkit.device.base import CopyBatch, Event, Piece
 from memkit.device.clocks import ReferenceEvent
+from memkit.errors import RaceError
 from memkit.plan import copies
 from memkit.transfer import lanes
 from memkit.transfer.lanes import CopiesByTurns, Lanes, copy_by_turns
@@ -207,6 +208,34 @@ def test_each_turn_waits_for_the_one_before_on_the_other_stream(
     assert first.num_storages == len(sizes)
     assert [batch.started for batch in (first, second)] == [made[0].started, made[len(made) // 2].started]
     assert [batch.done for batch in (first, second)] == [made[len(made) // 2 - 1].done, made[-1].done]
+
+
+def test_turns_wait_for_the_batch_that_they_are_behind_and_count_waits_until_they_are_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lanes, "TURN_BYTES", 4)
+    device, host = ReferenceDevice(), torch.zeros(8, dtype=torch.uint8)
+    device.pin(host)
+    pieces, streams = [Piece(0, 0, host, host.data_ptr(), 8)], (device.new_stream("first"), device.new_stream("second"))
+    back = copy_by_turns(device, streams, pieces, is_out=False, ahead=None)
+    out = device.copy_batch(device.new_stream("out"), pieces, is_out=True)
+    storage, made = device.allocate(8), device.allocate(8)
+    storage.fill_(7)
+
+    out.start([storage])
+    with pytest.raises(RaceError):
+        back.start([made])
+    back.start([made], out)
+    back.wait()
+    out.wait()
+
+    assert list(made) == [7] * 8
+    assert back.waited is not None
+    back.waited = back.started  # as if the stream had had nothing else to do
+    assert back.stall_s() == back.started.elapsed_s(back.done) > 0.0
+    back.start([made])
+    assert back.waited is None
+    back.wait()
 
 
 @pytest.mark.gpu

@@ -19,11 +19,10 @@ from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device, ReferenceDevice
 from memkit.recording.replay import Replay
 from tests.activations.budgeting.allocator import CountingDevice
+from tests.activations.budgeting.plans import Make
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on
 from tests.activations.remat.conftest import NO_PLAN_FITS
-
-Make = Callable[[], AbstractContextManager[object]]
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 import memkit
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device
-from tests.activations.budgeting.plans import planner_of, random_plan, steady
+from tests.activations.budgeting.plans import Make, planner_of, random_plan, steady
 from tests.activations.cases import assert_same_bits, gradients
 from tests.activations.remat.cases import COMPUTATIONS, NAMES
 from tests.activations.remat.conftest import NO_PLAN_FITS
@@ -23,7 +23,6 @@ from tests.contracts.test_context_orders import ORDERS
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
-Make = Callable[[], AbstractContextManager[object]]
 Step = Callable[["Net", Device, Make], None]
 
 
