@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -315,19 +316,20 @@ def test_budget_is_attached_alone(name: str) -> None:
     assert innermost_pack() is None
 
 
-@pytest.mark.parametrize("name", ["CPUOffload", "Rematerialize"])
+@pytest.mark.parametrize("name", ["CPUOffload", "Rematerialize", "MemoryBudget"])
 def test_handle_has_the_plan_and_the_figures_of_its_context(name: str) -> None:
-    model, context = _blocks(), CONTEXTS[name]()
+    budget = functools.partial(memkit.MemoryBudget, "64KiB", "together", min_bytes=0, device=DEVICE)
+    model, context = _blocks(), {**CONTEXTS, "MemoryBudget": budget}[name]()
     handle = memkit.attach(model, context)
     before = handle.plan
-    for _ in range(2):
+    for _ in range(3):
         _block_gradients(model)
 
     assert before is None
     assert handle.plan is not None
     assert handle.plan.offload_bytes == (memkit.stats("together").moved_out_bytes or 0)
     assert handle.stats() == memkit.stats("together") == context.stats()
-    assert handle.stats().num_iterations == 2
+    assert handle.stats().num_iterations == 3
     assert repr(handle) == f"<attached {context!r}>"
     handle.remove()
     assert repr(handle) == f"<attached no more {context!r}>"

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 import memkit
+from memkit.activations.saved.counts import Copies
 from memkit.activations.stats import SavedTensorStats, fragmentation_hint
 from memkit.core.sizes import HOST_PAGE_BYTES
 from memkit.device import Device, ReferenceDevice
+from memkit.transfer.lanes import Transfer
+from tests.activations.budgeting.conftest import Moment
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on, step, units_that_stay
 from tests.activations.conftest import Offload
@@ -151,6 +154,15 @@ def test_text() -> None:
     assert str(dataclasses.replace(given, hint="Do this.")) == f"{given}\nDo this."
     with pytest.raises(dataclasses.FrozenInstanceError):
         given.num_iterations = 4  # type: ignore[misc]
+
+
+def test_copies_count_what_is_reached() -> None:
+    start, end = Moment(1.0), Moment(3.0, reached=False)
+    copies = Copies(alone=[Transfer(8, start, end)], waits=[(start, end)])
+
+    assert (copies.stall_s(), copies.rate(), copies.num_bytes, copies.num_copies) == (0.0, None, 8, 1)
+    end.reached = True
+    assert (copies.stall_s(), copies.rate()) == (2.0, 4.0)
 
 
 @pytest.mark.parametrize(

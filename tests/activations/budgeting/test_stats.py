@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import memkit
 from memkit.device import Device, ReferenceDevice
@@ -78,19 +78,6 @@ def test_plan_from_json_is_followed_under_a_new_tag(action: Action) -> None:
     assert stats.num_copies_out == sum(value.action is Action.OFFLOAD for value in plan.values)
     assert stats.num_replayed_ops == sum(len(replay.ops) for replay in plan.replays)
     assert plan.offload_bytes == plan.moved_bytes
-
-
-def test_attached_context_has_the_plan_and_the_figures() -> None:
-    device = ReferenceDevice()
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Tanh()) for _ in range(4)))
-    handle = memkit.attach(model, _budget("attached", device, "64KiB"))
-    assert handle.plan is None
-    for _ in range(3):
-        model(torch.linspace(-1, 1, 128).view(8, 16)).square().sum().backward()
-
-    assert handle.stats() == memkit.stats("attached")
-    assert handle.plan.is_plain
-    handle.remove()
 
 
 @pytest.mark.filterwarnings(NO_PLAN_FITS)

@@ -17,7 +17,7 @@ from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device
 from memkit.plan import Action
 from tests.activations.budgeting.plans import Make, plan_of_some, steady
-from tests.activations.cases import assert_same_bits
+from tests.activations.cases import Seeing, assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.threads import run_in_threads
 
@@ -116,13 +116,7 @@ def _marked(place: int, x: Tensor) -> Tensor:
 
 def _in_a_mode(place: int, x: Tensor) -> Tensor:
     """Depart while another mode is on, which is left again."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Passing(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    with Passing() if place == 2 else nullcontext():
+    with Seeing() if place == 2 else nullcontext():
         return x.sin().cos() if place == 2 else x
 
 
