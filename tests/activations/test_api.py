@@ -64,9 +64,6 @@ def test_fit_memory_finds_the_ratio(offloading: Offload, device: Device) -> None
     assert_same_bits(found, step(x, [1] * 20))
 
 
-# Regions without offload
-
-
 def test_no_offload_still_checks_for_writes(device: Device, offloading: Offload) -> None:
     x = leaf_on(device.torch_device)
     with offloading(1.0, "written"), memkit.no_offload():
@@ -76,9 +73,6 @@ def test_no_offload_still_checks_for_writes(device: Device, offloading: Offload)
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.sum().backward()
-
-
-# Nesting and tags
 
 
 @pytest.mark.parametrize("inner", ["inner", "same"])
@@ -97,9 +91,6 @@ def test_innermost_context_decides(inner: str, device: Device, offloading: Offlo
         assert_same_bits(run(offloading), run(lambda *_, **__: nullcontext()))
         assert inner == "same" or (_moved("same"), _moved("inner")) == (8, 2)
     assert memkit.stats("same").ratios == ((1.0, 0.5) * 3 if inner == "same" else (1.0,) * 3)
-
-
-# Reset
 
 
 def test_reset_forgets_plans_counts_and_host_memory(device: Device, offloading: Offload) -> None:

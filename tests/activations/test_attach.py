@@ -255,6 +255,7 @@ def test_step_inside_an_except_block_counts_as_any_other(device: Device) -> None
 
 # Several on one module, and what `attach` returns
 
+
 DEVICE = ReferenceDevice()
 
 CONTEXTS: dict[str, Callable[[], Any]] = {

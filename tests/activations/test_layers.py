@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -398,26 +398,22 @@ def test_layers_whose_routes_change_are_exact(context: Contexts, device: Device)
 # Models
 
 
-def _models() -> Iterator[object]:
-    size = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-    heads = {**size, "num_key_value_heads": 1}
-    t5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "dropout_rate": 0.1}
-    models: dict[str, tuple[str, dict[str, Any], str]] = {
-        "Qwen3ForCausalLM": ("Qwen3Config", {**heads, "head_dim": 8}, "3 Qwen3DecoderLayer"),
-        "LlamaForCausalLM": ("LlamaConfig", heads, "3 LlamaDecoderLayer"),
-        "MixtralForCausalLM": ("MixtralConfig", {**heads, "num_local_experts": 4}, "3 MixtralDecoderLayer"),
-        "T5ForConditionalGeneration": ("T5Config", {**t5, "decoder_start_token_id": 0}, "T5Block"),
-    }
-    for name, (config, options, layers) in models.items():
-        yield pytest.param(name, config, options, layers, id=name)
+_SIZE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+_HEADS = {**_SIZE, "num_key_value_heads": 1}
+_T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "dropout_rate": 0.1}
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Qwen3ForCausalLM": ("Qwen3Config", {**_HEADS, "head_dim": 8}, "3 Qwen3DecoderLayer"),
+    "LlamaForCausalLM": ("LlamaConfig", _HEADS, "3 LlamaDecoderLayer"),
+    "MixtralForCausalLM": ("MixtralConfig", {**_HEADS, "num_local_experts": 4}, "3 MixtralDecoderLayer"),
+    "T5ForConditionalGeneration": ("T5Config", {**_T5, "decoder_start_token_id": 0}, "T5Block"),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.integrations
-@pytest.mark.parametrize(("name", "config", "options", "layers"), list(_models()))
-def test_models_of_transformers_are_exact(
-    name: str, config: str, options: dict[str, Any], layers: str, context: Contexts, device: Device
-) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_are_exact(name: str, context: Contexts, device: Device) -> None:
+    config, options, layers = MODELS[name]
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     net = getattr(transformers, name)(getattr(transformers, config)(**options, use_cache=False)).to(device.torch_device).train()
@@ -446,8 +442,7 @@ def test_models_of_transformers_are_exact(
 def test_layers_that_are_given_a_cache_are_named_and_left_out(context: Contexts) -> None:
     transformers = pytest.importorskip("transformers")
     device = ReferenceDevice()
-    size = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
-    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size)).train()
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZE)).train()
 
     def train(length: int) -> None:
         tokens = torch.randint(2, 64, (2, length))

@@ -482,9 +482,6 @@ def test_default_device_is_that_of_the_forward() -> None:
     assert region.num_runs == 4
 
 
-# Lifetimes
-
-
 @pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("ending", ["backward", "dropped", "error"])
 def test_nothing_is_left_without_the_garbage_collector(ending: str) -> None:

@@ -445,9 +445,6 @@ def test_call_that_reads_no_statistics_is_a_region(norm: nn.Module) -> None:
     assert not regions.not_taken
 
 
-# Attributes
-
-
 class Scaled(nn.Module):
     """Reads a plain attribute, counts in one, and keeps its output in one."""
 

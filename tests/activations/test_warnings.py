@@ -126,6 +126,7 @@ def test_one_small_tensor_is_named_as_one() -> None:
 
 # No backward asks for what forwards saved
 
+
 UNASKED = r'\(tag "unasked"\): 4 forwards saved tensors for a backward, and none came'
 MAKE: dict[str, Callable[[], ForwardContext]] = {
     "CPUOffload": lambda: memkit.CPUOffload(0.5, "unasked", min_bytes=0, device=ReferenceDevice()),

@@ -180,9 +180,6 @@ def test_grad_mode_that_changes_inside(context: Context) -> None:
         assert_same_bits(run(context), plain)
 
 
-# Nothing is left behind
-
-
 def test_nothing_is_left_on_modules_and_tensors(context: Context) -> None:
     device = context.torch_device
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.BatchNorm1d(16), nn.Linear(16, 4)).to(device)

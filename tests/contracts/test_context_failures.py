@@ -171,9 +171,6 @@ def test_inside_a_checkpointed_function(use_reentrant: bool, is_attached: bool, 
         memkit.stats(context.tag)
 
 
-# The end of the process
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "end",

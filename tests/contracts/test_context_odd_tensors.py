@@ -45,9 +45,6 @@ def context(request: pytest.FixtureRequest) -> Iterator[Context]:
     device.synchronize()
 
 
-# Classes of their own
-
-
 class Named(Tensor):
     """Only has a name of its own."""
 
@@ -94,9 +91,6 @@ class Flat(Wrapper):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Flat:
         return Flat(inner["inner"])
-
-
-# What is saved
 
 
 def _strided_nested(y: Tensor) -> Tensor:

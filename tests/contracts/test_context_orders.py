@@ -171,9 +171,6 @@ def test_orders(name: str, training: Training) -> None:
         assert training.num_acts() > 0
 
 
-# With an optimizer
-
-
 TRAININGS: dict[str, dict[str, Any]] = {
     "accumulated": {"num_micro": 3},
     "scaled": {"num_micro": 2, "autocast": "around", "init_scale": 128.0},  # its cache of weights outlives the first context

@@ -59,8 +59,6 @@ def test_argument(options: dict[str, object], error: type[Exception], message: s
         memkit.MemoryBudget(**{"budget": 0.5, **options})
 
 
-# Where it is entered
-
 Make = Callable[[str], ForwardContext]
 DEVICE = ReferenceDevice()
 KINDS: dict[str, Make] = {
@@ -167,9 +165,6 @@ def test_module_that_fills_most_is_named() -> None:
         loss.backward()
     with pytest.raises(BudgetInfeasible, match=r"Most is there in wide\.\d, while .* runs"):
         memkit.MemoryBudget("1KiB", "named", min_bytes=0, strict=True, device=device).__enter__()
-
-
-# Plans of another step
 
 
 @pytest.mark.filterwarnings(NO_PLAN_FITS)

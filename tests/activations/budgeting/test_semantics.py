@@ -183,9 +183,6 @@ def test_any_legal_plan_is_exact(name: str, seed: int, device: Device) -> None:
         assert stats.moved_in_bytes <= stats.moved_out_bytes <= plan.moved_bytes
 
 
-# Changes in the middle of training
-
-
 def test_another_length_is_exact_and_later_planned_as_well(device: Device) -> None:
     net = _net(device)
     make = functools.partial(memkit.MemoryBudget, 0.6, "lengths", min_bytes=0, device=device)
@@ -200,9 +197,6 @@ def test_another_length_is_exact_and_later_planned_as_well(device: Device) -> No
     assert not follows[4]
     assert follows[10]
     assert follows[13]
-
-
-# Writes to what was saved
 
 
 @pytest.mark.parametrize("is_inside", [False, True])

@@ -99,6 +99,7 @@ def test_another_budget_under_the_tag_is_another_plan() -> None:
 
 # The user's word, before a save and after it
 
+
 Word = Callable[[Tensor], Tensor]
 
 

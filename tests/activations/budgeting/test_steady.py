@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from memkit.plan import Action
 from tests.activations.budgeting.plans import Make, plan_of_some, steady
 from tests.activations.cases import Seeing, assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.activations.remat.conftest import without_collector as without_collector
 from tests.threads import run_in_threads
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
@@ -313,22 +313,19 @@ def test_step_with_other_inputs_or_backwards_is_exact(
     assert_same_bits(run(follow, True), run(nullcontext, True))
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_bytes_that_are_kept_go_with_the_graph_at_once(device: Device) -> None:
     """After an error of memory the user lets go of the loss, and there is room."""
     blocks, make = _steady(device, Action.RECOMPUTE)
     saved: list[weakref.ref[torch.UntypedStorage]] = []
-    gc.disable()
-    try:
-        with make():
-            y = torch.randn(8, 16).to(device.torch_device).requires_grad_()
-            for block in blocks:
-                y = block(y)
-                saved.append(weakref.ref(y.untyped_storage()))
-            loss = y.square().sum()
-        del y, loss
-        assert [reference() for reference in saved] == [None] * NUM_BLOCKS
-    finally:
-        gc.enable()
+    with make():
+        y = torch.randn(8, 16).to(device.torch_device).requires_grad_()
+        for block in blocks:
+            y = block(y)
+            saved.append(weakref.ref(y.untyped_storage()))
+        loss = y.square().sum()
+    del y, loss
+    assert [reference() for reference in saved] == [None] * NUM_BLOCKS
 
 
 class Small(nn.Module):
