@@ -8,7 +8,7 @@ import copy
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -234,9 +234,7 @@ def _step(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def test_training_step_that_calls_the_parts_warns_once_where_it_was_attached(
-    lit: Trained,
-) -> None:
+def test_training_step_that_calls_the_parts_warns_once_where_it_was_attached(lit: Trained) -> None:
     model, x, optimizer = lit
     line = sys._getframe().f_lineno + 1
     _handle = memkit.attach(model, memkit.CPUOffload(1.0, "unused", device=DEVICE))
@@ -305,17 +303,10 @@ def test_model_that_is_gone_leaves_no_hook() -> None:
     assert len(torch_optimizer._global_optimizer_pre_hooks) == num_hooks
 
 
-@pytest.fixture
-def _hook_of_the_user() -> Iterator[None]:
-    handle = torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None)
-    yield
-    handle.remove()
-
-
 def test_step_goes_on_where_others_have_hooks_behind_this_one(lit: Trained, request: pytest.FixtureRequest) -> None:
     model, x, optimizer = lit
     _attach(model)
-    request.getfixturevalue("_hook_of_the_user")
+    request.addfinalizer(torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None).remove)
 
     for is_first in (True, False):
         before = model.head.weight.detach().clone()
@@ -335,7 +326,7 @@ def test_model_that_is_collected_within_a_step_does_not_break_it(request: pytest
 
     collecting = torch_optimizer.register_optimizer_step_pre_hook(collect)
     request.addfinalizer(collecting.remove)
-    request.getfixturevalue("_hook_of_the_user")
+    request.addfinalizer(torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None).remove)
     del model
 
     _step(other(torch.ones(1, 8)).sum(), torch.optim.SGD(other.parameters(), lr=0.1))
