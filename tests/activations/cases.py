@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 Computation = Callable[..., Tensor]
@@ -172,29 +173,9 @@ def skips(x: Tensor, w: Tensor) -> Tensor:
 COMPUTATIONS: dict[str, Computation] = {
     made.__name__: made
     for made in (
-        mlp,
-        convolution,
-        channels_last,
-        attention,
-        views_of_one_storage,
-        saved_many_times,
-        outputs_as_saved,
-        broadcast,
-        in_place,
-        complex_views,
-        masks,
-        scalars_and_empties,
-        layer_norm,
-        cross_entropy,
-        dropout,
-        randomized_relu,
-        custom_function,
-        checkpointed,
-        checkpointed_reentrant,
-        bfloat16,
-        autocast,
-        lstm,
-        skips,
+        *(mlp, convolution, channels_last, attention, views_of_one_storage, saved_many_times, outputs_as_saved, broadcast),
+        *(in_place, complex_views, masks, scalars_and_empties, layer_norm, cross_entropy, dropout, randomized_relu),
+        *(custom_function, checkpointed, checkpointed_reentrant, bfloat16, autocast, lstm, skips),
     )
 }
 
@@ -219,6 +200,18 @@ def gradients(
         loss.backward()
         losses.append(loss.detach())
     return [*losses, *[x.grad for x in inputs]]
+
+
+class Seeing(TorchDispatchMode):
+    """Notes the ops that run in it, and leaves them as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[object] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
 
 
 def assert_same_bits(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import memkit
 from memkit import schedules
 from memkit.activations.saved.state import offload_states
-from memkit.device import CpuDevice, Device, ReferenceDevice
+from memkit.device import Device, ReferenceDevice
 from tests.activations.cases import assert_same_bits
-from tests.activations.chains import UNIT_BYTES, Context, chain, leaf_on, step
+from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step
 from tests.activations.conftest import Offload
 
 
@@ -64,9 +64,6 @@ def test_fit_memory_finds_the_ratio(offloading: Offload, device: Device) -> None
     assert_same_bits(found, step(x, [1] * 20))
 
 
-# Regions without offload
-
-
 def test_no_offload_still_checks_for_writes(device: Device, offloading: Offload) -> None:
     x = leaf_on(device.torch_device)
     with offloading(1.0, "written"), memkit.no_offload():
@@ -78,42 +75,22 @@ def test_no_offload_still_checks_for_writes(device: Device, offloading: Offload)
         z.sum().backward()
 
 
-# Nesting and tags
-
-
-def test_innermost_context_decides(device: Device, offloading: Offload) -> None:
-    def run(outer: Context, inner: Context) -> list[Tensor]:
+@pytest.mark.parametrize("inner", ["inner", "same"])
+def test_innermost_context_decides(inner: str, device: Device, offloading: Offload) -> None:
+    def run(make: Callable[..., AbstractContextManager[object]]) -> list[Tensor]:
         x = leaf_on(device.torch_device)
-        with outer():
+        with make(1.0, "same", window_bytes=0):
             y = chain(x, [1] * 3)
-            with inner():
+            with make(0.5, inner, window_bytes=0):
                 y = chain(y, [1] * 4)
             y = chain(y, [1] * 5)
         y.sum().backward()
         return [y.detach(), x.grad]
 
-    for _ in range(2):
-        found = run(lambda: offloading(1.0, "outer", window_bytes=0), lambda: offloading(0.5, "inner", window_bytes=0))
-
-        assert (_moved("outer"), _moved("inner")) == (8, 2)
-        assert_same_bits(found, run(nullcontext, nullcontext))
-
-
-def test_same_tag_nested(device: Device, offloading: Offload) -> None:
     for _ in range(3):
-        x = leaf_on(device.torch_device)
-        with offloading(1.0, "same", window_bytes=0):
-            y = chain(x, [1] * 3)
-            with offloading(0.0, "same", window_bytes=0):
-                y = chain(y, [1] * 4)
-            y = chain(y, [1] * 2)
-        y.sum().backward()
-
-        assert_same_bits([y.detach(), x.grad], step(leaf_on(device.torch_device), [1] * 9))
-    assert memkit.stats("same").ratios == (1.0, 0.0) * 3
-
-
-# Reset
+        assert_same_bits(run(offloading), run(lambda *_, **__: nullcontext()))
+        assert inner == "same" or (_moved("same"), _moved("inner")) == (8, 2)
+    assert memkit.stats("same").ratios == ((1.0, 0.5) * 3 if inner == "same" else (1.0,) * 3)
 
 
 def test_reset_forgets_plans_counts_and_host_memory(device: Device, offloading: Offload) -> None:
@@ -175,6 +152,15 @@ DOES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: memkit.Rematerialize("512MiB"),
         '<Rematerialize(tag="default"): at most 512.00 MiB of saved tensors stay; the others are recomputed>',
     ),
+    "budget of bytes": (
+        lambda: memkit.MemoryBudget("12GiB", "shown"),
+        '<MemoryBudget(tag="shown"): at most 12288.00 MiB of the device; what does not fit leaves or is recomputed>',
+    ),
+    "budget of a share": (
+        lambda: memkit.MemoryBudget(0.5),
+        '<MemoryBudget(tag="default"): at most 50% of the plain step\'s peak of the device; what does not fit leaves or is '
+        "recomputed>",
+    ),
     "no offload": (memkit.no_offload, "<no_offload: nothing that is saved here moves>"),
 }
 
@@ -196,25 +182,6 @@ def test_text_of_streamed_layers(num_slots: int, slots: str) -> None:
     assert repr(offload) == "<LayerOffload of Sequential: closed>"
 
 
-def _blocks_on(device: Device) -> tuple[nn.Sequential, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Tanh()) for _ in range(4)))
-    return model.to(device.torch_device), torch.randn(8, 16, device=device.torch_device)
-
-
-def test_attached_exception_to_an_offload(device: Device) -> None:
-    model, x = _blocks_on(device)
-    memkit.attach(model[1], memkit.no_offload())
-    memkit.attach(model, memkit.CPUOffload(1.0, "but one", min_bytes=0, window_bytes=0, device=device))
-    model(x).sum().backward()
-    moved_bytes = memkit.stats("but one").moved_out_bytes
-    memkit.detach(model)
-    memkit.attach(model, memkit.CPUOffload(1.0, "all", min_bytes=0, window_bytes=0, device=device))
-    model(x).sum().backward()
-
-    assert 0 < moved_bytes < memkit.stats("all").moved_out_bytes
-
-
 def test_streamed_layers_are_attached_by_themselves() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8))).requires_grad_(False)
     with (
@@ -222,30 +189,6 @@ def test_streamed_layers_are_attached_by_themselves() -> None:
         pytest.raises(TypeError, match="A LayerOffload works from when it is made on"),
     ):
         memkit.attach(model, offload)  # type: ignore[arg-type]  # that is the test
-
-
-def test_figures_of_two_contexts_under_one_tag(device: Device) -> None:
-    model, x = _blocks_on(device)
-    offload = memkit.CPUOffload(1.0, "both", min_bytes=0, window_bytes=0, device=device)
-    for _ in range(3):
-        with offload, memkit.Rematerialize(0.5, "both", min_bytes=0, device=device):
-            loss = model(x).square().sum()
-        loss.backward()
-    stats = memkit.stats("both")
-
-    assert stats == offload.stats()
-    assert stats.contexts == ("CPUOffload", "Rematerialize")
-    assert stats.num_iterations == 3
-    assert (stats.moved_out_bytes > 0, stats.num_dropped > 0, stats.live_records) == (True, True, 0)
-    assert {"ratio asked / reached", "#dropped"} <= {line[:21].strip() for line in str(stats).splitlines()}
-
-
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), CpuDevice()])
-def test_device_is_a_name_a_torch_device_or_a_device(device: str | torch.device | Device) -> None:
-    offload, remat = memkit.CPUOffload(0.5, device=device), memkit.Rematerialize(0.5, device=device)
-
-    assert isinstance(offload._options.device, CpuDevice)
-    assert isinstance(remat._options.device, CpuDevice)
 
 
 def test_sizes_are_bytes_or_text() -> None:

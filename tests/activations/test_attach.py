@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -124,19 +125,20 @@ def test_entering_that_raises_leaves_the_model_usable(device: Device, attaching:
     assert_same_bits(_train(model, x, shift), _train(*_net(device)))
 
 
-def test_inner_model_decides_for_itself(device: Device, attaching: Attach) -> None:
+@pytest.mark.parametrize("inner", ["offload", "no offload"])
+def test_inner_model_decides_for_itself(inner: str, device: Device, attaching: Attach) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(3)]).to(device.torch_device)
     x = torch.randn(16, 32, device=device.torch_device)
     model(x).sum().backward()
     plain = [param.grad.clone() for param in model.parameters()]
     attaching(model, 1.0, "outer")
-    attaching(model[1], 0.0, "inner")
+    attaching(model[1], 0.0, "inner") if inner == "offload" else memkit.attach(model[1], memkit.no_offload())
     model.zero_grad()
     model(x).sum().backward()
 
     assert_same_bits([param.grad for param in model.parameters()], plain)
-    assert memkit.stats("inner").moved_out_bytes == 0
+    assert inner == "no offload" or memkit.stats("inner").moved_out_bytes == 0
     # each GELU saves its input, which the linear layer made; each linear layer but the first its own
     assert memkit.stats("outer").moved_out_bytes == 3 * HIDDEN_BYTES
 
@@ -253,6 +255,7 @@ def test_step_inside_an_except_block_counts_as_any_other(device: Device) -> None
 
 # Several on one module, and what `attach` returns
 
+
 DEVICE = ReferenceDevice()
 
 CONTEXTS: dict[str, Callable[[], Any]] = {
@@ -285,6 +288,8 @@ def test_contexts_are_attached_in_any_order(order: tuple[str, ...]) -> None:
         assert_same_bits(_block_gradients(model), plain)
     stats = memkit.stats("together")
     assert stats.contexts == ("CPUOffload", "Rematerialize")
+    assert stats.num_iterations == 3
+    assert {"ratio asked / reached", "#dropped"} <= {line[:21].strip() for line in str(stats).splitlines()}
     assert stats.num_dropped > 0
     assert (stats.moved_out_bytes > 0) == ("no_offload" not in order)
     for handle in handles:
@@ -312,19 +317,20 @@ def test_budget_is_attached_alone(name: str) -> None:
     assert innermost_pack() is None
 
 
-@pytest.mark.parametrize("name", ["CPUOffload", "Rematerialize"])
+@pytest.mark.parametrize("name", ["CPUOffload", "Rematerialize", "MemoryBudget"])
 def test_handle_has_the_plan_and_the_figures_of_its_context(name: str) -> None:
-    model, context = _blocks(), CONTEXTS[name]()
+    budget = functools.partial(memkit.MemoryBudget, "64KiB", "together", min_bytes=0, device=DEVICE)
+    model, context = _blocks(), {**CONTEXTS, "MemoryBudget": budget}[name]()
     handle = memkit.attach(model, context)
     before = handle.plan
-    for _ in range(2):
+    for _ in range(3):
         _block_gradients(model)
 
     assert before is None
     assert handle.plan is not None
     assert handle.plan.offload_bytes == (memkit.stats("together").moved_out_bytes or 0)
     assert handle.stats() == memkit.stats("together") == context.stats()
-    assert handle.stats().num_iterations == 2
+    assert handle.stats().num_iterations == 3
     assert repr(handle) == f"<attached {context!r}>"
     handle.remove()
     assert repr(handle) == f"<attached no more {context!r}>"

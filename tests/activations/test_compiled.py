@@ -60,12 +60,14 @@ def _as_a_whole(device: Device) -> nn.Module:
     return model
 
 
-def _train(model: nn.Module, device: Device, context: Context = nullcontext, num_steps: int = 3) -> list[Tensor]:
+def _train(
+    model: nn.Module, device: Device, context: Context = nullcontext, *, num_steps: int = 3, amp: bool = False
+) -> list[Tensor]:
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).to(device.torch_device)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for _ in range(num_steps):
         optimizer.zero_grad()
-        with context():
+        with context(), torch.autocast(device.torch_device.type, torch.bfloat16, enabled=amp):
             loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -182,16 +184,6 @@ def _in_form(form: str, device: Device, backend: Backend, *, breaks: bool = Fals
     return nn.Sequential(*[in_form(form, Block(breaks=breaks).to(device.torch_device), backend) for _ in range(3)])
 
 
-def _form_step(model: nn.Module, device: Device, context: AbstractContextManager[Any], *, amp: bool) -> list[Tensor]:
-    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).to(device.torch_device)
-    autocast = torch.autocast(device.torch_device.type, torch.bfloat16) if amp else nullcontext()
-    model.zero_grad()
-    with context, autocast:
-        loss = model(x).square().mean()
-    loss.backward()
-    return [loss.detach(), *[param.grad.clone() for param in model.parameters() if param.grad is not None]]
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])
 @pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
@@ -200,21 +192,23 @@ def test_nothing_is_compiled_again_and_no_hook_is(
     form: str, amp: bool, breaks: bool, device: Device, offloading: Offload
 ) -> None:
     plain_backend, backend = Backend(), Backend()
-    plain = _form_step(_in_form(form, device, plain_backend, breaks=breaks), device, nullcontext(), amp=amp)
+    plain = _train(_in_form(form, device, plain_backend, breaks=breaks), device, num_steps=6, amp=amp)
     model = _in_form(form, device, backend, breaks=breaks)
     torch._dynamo.utils.counters.clear()
-    found, counts, traced = list[list[Tensor]](), list[int](), list[int]()
-    for step in range(6):
-        # Entered first, left out, entered again: another object, under another tag, with other hooks.
-        context = nullcontext() if step == 3 else offloading((0.5, 1.0)[step % 2], f"step {step % 4}", window_bytes=0)
-        found.append(_form_step(model, device, context, amp=amp))
-        counts.append(backend.num_graphs)
-        traced.append(torch._dynamo.utils.counters["frames"]["total"])
+    seen: list[tuple[int, int]] = []
 
-    for one in found:
-        assert_same_bits(one, plain)
-    assert counts == [plain_backend.num_graphs] * 6
-    assert len(set(traced)) == 1
+    def look() -> None:
+        seen.append((backend.num_graphs, torch._dynamo.utils.counters["frames"]["total"]))
+
+    def context() -> AbstractContextManager[Any]:
+        """Enter one first, leave it out, enter it again: another object, under another tag, with other hooks."""
+        look()
+        step = len(seen) - 1
+        return nullcontext() if step == 3 else offloading((0.5, 1.0)[step % 2], f"step {step % 4}", window_bytes=0)
+
+    assert_same_bits(_train(model, device, context, num_steps=6, amp=amp), plain)
+    look()
+    assert set(seen[1:]) == {(plain_backend.num_graphs, seen[-1][1])}
     assert breaks or not torch._dynamo.utils.counters["graph_break"]
     assert frames_of_memkit() == []
     assert memkit.stats("step 1").moved_out_bytes > 0

@@ -121,9 +121,6 @@ def test_distributed_tensors(placement: object, device: Device, offloading: Offl
     assert stats.live_records == 0
 
 
-# Collectives write to tensors, and neither their schemas nor a version counter tell
-
-
 Write = Callable[[Tensor], None]
 
 

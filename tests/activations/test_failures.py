@@ -9,20 +9,18 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor
 
 import memkit
 from memkit.activations.saved.state import offload_states
 from memkit.core.hooks import innermost_pack
 from memkit.core.sizes import HOST_PAGE_BYTES
 from memkit.device import Device, ReferenceDevice
+from tests.activations.budgeting.test_unpinned import Stingy
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, chain, leaf_on, step, three_backwards
 from tests.activations.conftest import Offload
 
 pytestmark = pytest.mark.usefixtures("only_new_objects")
-
-MIB_NUMEL = 2**18
 
 
 def _assert_nothing_is_left(tag: str, device: Device) -> None:
@@ -54,50 +52,29 @@ def test_forward_that_broke_off_is_no_measure(device: Device, offloading: Offloa
 # Host memory
 
 
-def _big_step(device: Device, context: Callable[[], object] = nullcontext) -> list[Tensor]:
-    """Eight storages of a mebibyte."""
-    x = torch.randn(MIB_NUMEL, generator=torch.Generator().manual_seed(0)).to(device.torch_device).requires_grad_()
-    with context():
-        y = x.clone()
-        for _ in range(8):
-            y = y.sin()
-    y.sum().backward()
-    return [y.detach(), x.grad]
-
-
 @pytest.mark.parametrize("limit_bytes", [0, HOST_PAGE_BYTES, 2 * HOST_PAGE_BYTES])
 def test_host_limit_leaves_the_rest_on_the_device_with_one_warning(
     limit_bytes: int, device: Device, offloading: Offload
 ) -> None:
-    plain = _big_step(device)
+    x, units = leaf_on(device.torch_device), [2**20 // UNIT_BYTES] * 8
+    plain = step(x, units)
     context = offloading(1.0, "limit", window_bytes=0, host_limit_bytes=limit_bytes)
     with pytest.warns(UserWarning, match=r"\"limit\"\): it leaves 1.00 MiB on the device: .*host_limit_bytes") as caught:
-        found = _big_step(device, lambda: context)
+        found = step(x, units, lambda: context)
     assert len(caught) == 1
     assert_same_bits(found, plain)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
-            assert_same_bits(_big_step(device, lambda: context), plain)
+            assert_same_bits(step(x, units, lambda: context), plain)
 
             stats = memkit.stats("limit")
             assert (stats.moved_out_bytes, stats.kept_bytes) == (limit_bytes, 8 * 2**20 - limit_bytes)
             assert stats.host_held_bytes <= limit_bytes
 
 
-class Unpinnable(ReferenceDevice):
-    """Refuses to pin while `refuses` is set."""
-
-    refuses = True
-
-    def pin(self, host: Tensor) -> None:
-        if self.refuses:
-            raise memkit.errors.HostMemoryError("injected: the system locks no more memory")
-        super().pin(host)
-
-
 def test_memory_that_is_not_pinned_leaves_all_on_the_device_with_one_warning() -> None:
-    device = Unpinnable()
+    device = Stingy()
     x, plain = leaf_on(device.torch_device), step(leaf_on(device.torch_device), [1] * 8)
     context = memkit.CPUOffload(1.0, "pin", min_bytes=0, window_bytes=0, device=device)
     with warnings.catch_warnings(record=True) as caught:
@@ -109,7 +86,7 @@ def test_memory_that_is_not_pinned_leaves_all_on_the_device_with_one_warning() -
     (warning,) = caught
     assert "leaves 0.00 MiB on the device: injected" in str(warning.message)
 
-    device.refuses = False
+    device.left = 1000
     assert_same_bits(step(x, [1] * 8, lambda: context), plain)
     assert memkit.stats("pin").moved_out_bytes == 8 * UNIT_BYTES
     device.synchronize()

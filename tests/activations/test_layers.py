@@ -6,16 +6,14 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import memkit
@@ -26,16 +24,17 @@ from memkit.activations.saved import state
 from memkit.core.hooks import innermost_pack
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import ReplayMismatchError
+from tests.activations.budgeting.allocator import CountingDevice
+from tests.activations.budgeting.plans import Make
 from tests.activations.budgeting.test_regions_and_copies import BlockNet
 from tests.activations.budgeting.test_semantics import STEPS, Net, words_inside
-from tests.activations.cases import assert_same_bits
+from tests.activations.cases import Seeing, assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.calls import num_calls
 
 IN_VAIN = "no plan holds for these steps"
 pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.filterwarnings(f"ignore:.*{IN_VAIN}")]
 
-Make = Callable[[], AbstractContextManager[object]]
 Contexts = Callable[[str, Device], ForwardContext]
 
 
@@ -138,46 +137,19 @@ def test_each_layer_runs_twice_and_nothing_else(context: Contexts) -> None:
         runs[name] = runs.get(name, 0) + 1
         return forward(x)
 
-    class Noted(TorchDispatchMode):
-        num_ops = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.num_ops += 1
-            return func(*args, **(kwargs or {}))
-
     names = {f"{name}.layer": module.layer for name, module in net.named_modules() if hasattr(module, "layer")}
     with pytest.MonkeyPatch.context() as patch:
         for name, module in (names | {"norm": net.norm}).items():
             patch.setattr(module, "forward", functools.partial(counted, name, module.forward))
-        with Noted() as plain:
+        with Seeing() as plain:
             loss = net(_rows(20, device)).square().sum()
         runs.clear()
-        with make(), Noted() as noted:
+        with make(), Seeing() as seeing:
             loss = net(_rows(21, device)).square().sum()
         loss.backward()
 
     assert runs == {**dict.fromkeys(names, 2), "norm": 1}
-    assert noted.num_ops <= plain.num_ops
-
-
-class _Storages(TorchDispatchMode):
-    """Notes the storages that ops make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._found = dict[int, weakref.ref[torch.UntypedStorage]]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        for result in results if isinstance(results, tuple | list) else (results,):
-            if isinstance(result, Tensor):
-                storage = result.untyped_storage()
-                self._found[storage._cdata] = weakref.ref(storage)
-        return results
-
-    def alive_bytes(self) -> int:
-        storages = [storage for reference in self._found.values() if (storage := reference()) is not None]
-        return sum(storage.nbytes() for storage in storages)
+    assert len(seeing.ops) <= len(plain.ops)
 
 
 class _Mlp(nn.Module):
@@ -209,9 +181,9 @@ def test_no_more_is_held_than_with_a_checkpoint_around_each_layer(context: Conte
         net = _Stack(6, is_checkpointed=name == "checkpoints")
         make = functools.partial(context, "held", device) if name == "layers" else nullcontext
         _learn_in_vain(net, make, device)
-        with make(), _Storages() as storages:
+        with make(), CountingDevice().counting(nn.Identity()) as allocator:
             loss = net(_rows(64, device)).square().sum()
-        held[name] = storages.alive_bytes()
+        held[name] = allocator.allocated_bytes()
         loss.backward()
 
     assert 0 < held["layers"] <= held["checkpoints"]
@@ -350,25 +322,19 @@ def test_layers_that_no_recorded_step_has_called_are_recomputed_as_well(context:
     assert memkit.stats("skipped").num_replays == 5
 
 
-def test_steps_of_a_few_kinds_are_planned_for(context: Contexts) -> None:
-    device = ReferenceDevice()
-    net, make = _Stack(3), functools.partial(context, "two", device)
-    follows = []
-    for rows in (4, 9) * 5:
-        _of_rows(net, rows, device, make)
-        follows.append(memkit.stats("two").follows_plan)
-
-    assert all(follows[-4:])
-
-
-def test_few_steps_in_vain_among_many_are_forgiven(context: Contexts, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sizes", "num_planned"), [((4, 9) * 5, 4), ((4, 4, 4, 5, 4, 4, 4, 6, 4, 4, 4, 7, 4), 1)])
+def test_steps_of_a_few_kinds_are_planned_for_and_few_in_vain_among_many_are_forgiven(
+    sizes: tuple[int, ...], num_planned: int, context: Contexts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(state, "_VAIN_AMONG", 6)
     device = ReferenceDevice()
     net, make = _Stack(3), functools.partial(context, "few", device)
-    for rows in (4, 4, 4, 5, 4, 4, 4, 6, 4, 4, 4, 7, 4):
+    follows = []
+    for rows in sizes:
         _of_rows(net, rows, device, make)
+        follows.append(memkit.stats("few").follows_plan)
 
-    assert memkit.stats("few").follows_plan
+    assert all(follows[-num_planned:])
 
 
 def _recorded(net: nn.Module, budget: str, num_steps: int) -> list[bool]:
@@ -432,26 +398,22 @@ def test_layers_whose_routes_change_are_exact(context: Contexts, device: Device)
 # Models
 
 
-def _models() -> Iterator[object]:
-    size = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-    heads = {**size, "num_key_value_heads": 1}
-    t5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "dropout_rate": 0.1}
-    models: dict[str, tuple[str, dict[str, Any], str]] = {
-        "Qwen3ForCausalLM": ("Qwen3Config", {**heads, "head_dim": 8}, "3 Qwen3DecoderLayer"),
-        "LlamaForCausalLM": ("LlamaConfig", heads, "3 LlamaDecoderLayer"),
-        "MixtralForCausalLM": ("MixtralConfig", {**heads, "num_local_experts": 4}, "3 MixtralDecoderLayer"),
-        "T5ForConditionalGeneration": ("T5Config", {**t5, "decoder_start_token_id": 0}, "T5Block"),
-    }
-    for name, (config, options, layers) in models.items():
-        yield pytest.param(name, config, options, layers, id=name)
+_SIZE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+_HEADS = {**_SIZE, "num_key_value_heads": 1}
+_T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2, "dropout_rate": 0.1}
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Qwen3ForCausalLM": ("Qwen3Config", {**_HEADS, "head_dim": 8}, "3 Qwen3DecoderLayer"),
+    "LlamaForCausalLM": ("LlamaConfig", _HEADS, "3 LlamaDecoderLayer"),
+    "MixtralForCausalLM": ("MixtralConfig", {**_HEADS, "num_local_experts": 4}, "3 MixtralDecoderLayer"),
+    "T5ForConditionalGeneration": ("T5Config", {**_T5, "decoder_start_token_id": 0}, "T5Block"),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.integrations
-@pytest.mark.parametrize(("name", "config", "options", "layers"), list(_models()))
-def test_models_of_transformers_are_exact(
-    name: str, config: str, options: dict[str, Any], layers: str, context: Contexts, device: Device
-) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_are_exact(name: str, context: Contexts, device: Device) -> None:
+    config, options, layers = MODELS[name]
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     net = getattr(transformers, name)(getattr(transformers, config)(**options, use_cache=False)).to(device.torch_device).train()
@@ -480,8 +442,7 @@ def test_models_of_transformers_are_exact(
 def test_layers_that_are_given_a_cache_are_named_and_left_out(context: Contexts) -> None:
     transformers = pytest.importorskip("transformers")
     device = ReferenceDevice()
-    size = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
-    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size)).train()
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZE)).train()
 
     def train(length: int) -> None:
         tokens = torch.randint(2, 64, (2, length))

@@ -27,6 +27,7 @@ from memkit.device import CpuDevice, ReferenceDevice
 from memkit.plan import DTRScore
 from memkit.recording.recording import Recording
 from tests.activations.cases import assert_same_bits
+from tests.activations.remat.conftest import without_collector as without_collector
 from tests.contracts.conftest import open_found_late
 
 UNIT_BYTES = 64 * 64 * 4
@@ -119,23 +120,19 @@ def test_a_window_without_a_tag_goes_with_its_last_graph() -> None:
     assert window() is None
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_a_warning_that_is_raised_leaves_no_forward_behind() -> None:
-    x, device = _leaf(), ReferenceDevice()
-    gc.collect()
-    gc.disable()
-    try:
-        offload = memkit.CPUOffload(0.5, "raised", min_bytes="1GiB", device=device)
-        with warnings.catch_warnings(), suppress(UserWarning):
-            warnings.simplefilter("error")
-            with offload:
-                entry = weakref.ref(offload._entry)
-                _chain(x)
-        assert entry() is None
-    finally:
-        gc.enable()
+    x, offload = _leaf(), memkit.CPUOffload(0.5, "raised", min_bytes="1GiB", device=ReferenceDevice())
+    with warnings.catch_warnings(), suppress(UserWarning):
+        warnings.simplefilter("error")
+        with offload:
+            entry = weakref.ref(offload._entry)
+            _chain(x)
+    assert entry() is None
 
 
 # Locks
+
 
 Edges = set[tuple[int, int]]
 

@@ -168,10 +168,8 @@ def test_report_of_another_model_or_batch_warns_and_plans_anew(is_of_model: bool
 
 @pytest.mark.parametrize("min_bytes", [2**20, None], ids=["a mebibyte", "the default"])
 def test_small_storages_stay_and_are_not_counted(min_bytes: int | None, device: Device) -> None:
-    x, given = (
-        torch.randn(2**18, device=device.torch_device, requires_grad=True),
-        {} if min_bytes is None else {"min_bytes": min_bytes},
-    )
+    x = torch.randn(2**18, device=device.torch_device, requires_grad=True)
+    given = {} if min_bytes is None else {"min_bytes": min_bytes}
     for _ in range(2):
         with memkit.CPUOffload(1.0, "small", window_bytes=0, device=device, **given):
             y = x.clone().sin()

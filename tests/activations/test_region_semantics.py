@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import gc
+import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memkit.activations.recomputing.regions import Regions, RegionSpec
 from memkit.activations.saved.counts import Counts
 from memkit.core.kept import KeptHandle
 from memkit.errors import ReplayMismatchError
-from tests.activations.cases import assert_same_bits
+from tests.activations.cases import Seeing, assert_same_bits
+from tests.activations.remat.conftest import without_collector as without_collector
+from tests.threads import run_in_threads
 
 ALL = RegionSpec()
 
@@ -37,12 +38,8 @@ class Run(nn.Module):
     def num_runs(self) -> int:
         return self._num_runs[0]
 
-    @num_runs.setter
-    def num_runs(self, num: int) -> None:
-        self._num_runs[0] = num
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.num_runs += 1
+        self._num_runs[0] += 1
         return self.computation(*args, **kwargs)
 
 
@@ -62,20 +59,11 @@ def assert_same_as_plain(region: nn.Module, gradients: Callable[[], Sequence[Ten
     assert_same_bits(found, wanted)
 
 
-@contextmanager
-def without_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 # How often the forward runs
 
 
-def test_keeps_nothing_and_runs_again_once() -> None:
+@pytest.mark.usefixtures("without_collector")
+def test_keeps_nothing_and_runs_again_once_for_each_backward() -> None:
     counts, made = Counts(), []
 
     def computation(x: Tensor) -> Tensor:
@@ -84,14 +72,15 @@ def test_keeps_nothing_and_runs_again_once() -> None:
         return (y * x).exp()
 
     region, x = Run(computation), leaf()
-    with without_collector(), Regions({region: ALL}, counts=counts):
+    with Regions({region: ALL}, counts=counts):
         loss = (region(x) * 2).sum()
 
         assert made[0]() is None
+        torch.autograd.grad(loss, x, retain_graph=True)
+        assert [storage() for storage in made] == [None, None]
+    assert (region.num_runs, counts.num_replays, counts.num_dropped) == (2, 1, 4)
     loss.backward()
-
-    assert region.num_runs == 2
-    assert (counts.num_replays, counts.num_dropped) == (1, 4)
+    assert region.num_runs == 3
 
 
 def test_stops_behind_the_last_tensor_that_is_needed() -> None:
@@ -154,13 +143,12 @@ def test_stops_before_tensors_of_a_graph_that_is_gone() -> None:
 def test_only_the_chosen_calls_are_recomputed(calls: frozenset[int] | None, num_runs: int) -> None:
     region, x = Run(sines), leaf()
     regions = Regions({region: RegionSpec(calls=calls)})
-    for _ in range(2):
-        region.num_runs = 0
+    for number in (1, 2):
         with regions:
             loss = region(region(region(x))).sum()
         loss.backward()
 
-        assert region.num_runs == num_runs
+        assert region.num_runs == number * num_runs
 
 
 def test_chosen_calls_within_a_region_are_the_same_when_it_is_recomputed() -> None:
@@ -183,9 +171,7 @@ def test_is_no_region_without_grad_or_in_another_thread_or_outside_of_the_contex
     with regions:
         with torch.no_grad():
             region(x)
-        thread = threading.Thread(target=lambda: losses.append(region(x).sum()))
-        thread.start()
-        thread.join()
+        run_in_threads(lambda: losses.append(region(x).sum()))
     losses.append(region(x).sum())
     for loss in losses:
         loss.backward()
@@ -226,22 +212,6 @@ def test_second_backward_has_the_bits_of_the_first() -> None:
     assert region.num_runs == 3
 
 
-def test_lets_go_what_it_has_handed_out_when_the_graph_is_retained() -> None:
-    made = []
-
-    def computation(x: Tensor) -> Tensor:
-        y = x.sin()
-        made.append(weakref.ref(y.untyped_storage()))
-        return (y * x).exp()
-
-    region, x = Run(computation), leaf()
-    with without_collector(), Regions({region: ALL}):
-        loss = region(x).sum()
-        torch.autograd.grad(loss, x, retain_graph=True)
-
-        assert [storage() for storage in made] == [None, None]
-
-
 def test_double_backward_within_the_context() -> None:
     region, x = Run(sines), leaf()
 
@@ -269,20 +239,12 @@ def test_backward_in_the_context_counts_calls_within_a_region_once(has_thread: b
     module, x, found = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), leaf(), []
     chosen = {module: RegionSpec(calls=frozenset({0})), module[1]: RegionSpec(calls=frozenset({1}))}
 
-    def run_backwards(outputs: list[Tensor]) -> None:
-        for output in outputs:
-            output.sum().backward()
-
     for context in (nullcontext(), Regions(chosen)):
         module.zero_grad()
         with context:
             outputs = [module(x), module(x * 2)]
-            if has_thread:  # as autograd's own is, for a GPU
-                thread = threading.Thread(target=run_backwards, args=(outputs,))
-                thread.start()
-                thread.join()
-            else:
-                run_backwards(outputs)
+            for output in outputs:  # a thread is as autograd's own is, for a GPU
+                run_in_threads(output.sum().backward) if has_thread else output.sum().backward()
         found.append([parameter.grad for parameter in module.parameters()])
 
     assert_same_bits(*found)
@@ -305,15 +267,9 @@ def test_backwards_in_several_threads() -> None:
     found: list[Tensor] = []
     with Regions({region: ALL}):
         loss = region(x).sum()
-    threads = [threading.Thread(target=lambda: found.extend(torch.autograd.grad(loss, x, retain_graph=True))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(*[lambda: found.extend(torch.autograd.grad(loss, x, retain_graph=True))] * 4)
 
-    for one in found:
-        assert_same_bits([one], wanted)
-    assert len(found) == 4
+    assert_same_bits(found, [*wanted] * 4)
 
 
 def test_two_threads_with_regions_of_one_module() -> None:
@@ -329,17 +285,10 @@ def test_two_threads_with_regions_of_one_module() -> None:
                 barrier.wait()
             found.extend(torch.autograd.grad(loss, x))
 
-    threads = [threading.Thread(target=train) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(train, train)
     x = leaf()
-    wanted = torch.autograd.grad(sines(x).sum(), x)
 
-    assert len(found) == 40
-    for one in found:
-        assert_same_bits([one], wanted)
+    assert_same_bits(found, [*torch.autograd.grad(sines(x).sum(), x)] * 40)
     assert region.num_runs == 80
 
 
@@ -374,14 +323,10 @@ def test_tensor_that_is_passed_twice_is_one_in_the_recompute() -> None:
     assert_same_bits(torch.autograd.grad(loss, x), wanted)
 
 
-class Cache:
-    """State that a forward may change."""
-
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-
 def test_call_with_what_the_forward_may_change_is_not_taken() -> None:
+    class Cache:
+        seen: ClassVar[list[Tensor]] = []
+
     def computation(x: Tensor, cache: Cache) -> Tensor:
         cache.seen.append(x.sin())
         return cache.seen[-1].exp()
@@ -450,54 +395,34 @@ def test_within_a_checkpoint_a_call_is_no_region(use_reentrant: bool) -> None:
 
 
 def test_a_mode_sees_the_ops_of_the_forward_and_no_others() -> None:
-    class Seeing(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    seen: list[object] = []
     region, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), leaf()
-    with Seeing():
+    with Seeing() as plain:
         region(x)
-    plain, seen = seen, []
-    with Regions({region: ALL, region[1]: ALL}), Seeing():
+    with Regions({region: ALL, region[1]: ALL}), Seeing() as seeing:
         region(x)
 
-    assert seen == plain
+    assert seeing.ops == plain.ops
 
 
 # What the forward runs under
 
 
-@pytest.mark.parametrize("backward_too", [False, True])
-def test_autocast(backward_too: bool) -> None:
+@pytest.mark.parametrize(("forward", "backward"), [(True, False), (True, True), (False, True)])
+def test_autocast(forward: bool, backward: bool) -> None:
     linear = nn.Linear(8, 8)
     region = Run(lambda x: functional.gelu(linear(linear(x))))
 
     def gradients() -> list[Tensor]:
         x = leaf(4, 8)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=forward):
             loss = region(x).float().sum()
-            if backward_too:
-                return [loss.detach(), *torch.autograd.grad(loss, (x, linear.weight))]
-        return [loss.detach(), *torch.autograd.grad(loss, (x, linear.weight))]
-
-    assert_same_as_plain(region, gradients)
-    assert not torch.is_autocast_enabled("cpu")
-
-
-def test_autocast_that_is_on_in_the_backward_alone() -> None:
-    linear = nn.Linear(8, 8)
-    region, x = Run(lambda x: functional.gelu(linear(x))), leaf(4, 8)
-
-    def gradients() -> list[Tensor]:
-        loss = region(x).sum()
-        with torch.autocast("cpu", torch.bfloat16):
-            found = torch.autograd.grad(loss, x)
-            assert torch.is_autocast_enabled("cpu")
+            with torch.autocast("cpu", torch.bfloat16, enabled=backward):
+                found = torch.autograd.grad(loss, (x, linear.weight))
+                assert torch.is_autocast_enabled("cpu") == backward
         return [loss.detach(), *found]
 
     assert_same_as_plain(region, gradients)
+    assert not torch.is_autocast_enabled("cpu")
 
 
 def test_random_state_is_that_of_the_forward_and_then_of_the_backward() -> None:
@@ -557,56 +482,63 @@ def test_default_device_is_that_of_the_forward() -> None:
     assert region.num_runs == 4
 
 
-# Lifetimes
-
-
+@pytest.mark.usefixtures("without_collector")
 @pytest.mark.parametrize("ending", ["backward", "dropped", "error"])
 def test_nothing_is_left_without_the_garbage_collector(ending: str) -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4))
-    with without_collector():
-        regions = Regions({block: ALL, block[1]: ALL})
-        x = leaf() * 2
-        seen = [weakref.ref(x.untyped_storage())]
-        try:
-            with regions:
-                y = block(x)
-                seen.append(weakref.ref(y.untyped_storage()))
-                if ending == "error":
-                    block(torch.ones(4, 5))
-        except RuntimeError:
-            pass
-        if ending == "backward":
-            y.sum().backward(retain_graph=True)
-        del x, y
+    regions = Regions({block: ALL, block[1]: ALL})
+    x = leaf() * 2
+    with suppress(RuntimeError), regions:
+        y = block(x)
+        seen = [weakref.ref(one) for one in (x.untyped_storage(), y.untyped_storage(), block, regions)]
+        if ending == "error":
+            block(torch.ones(4, 5))
+    if ending == "backward":
+        y.sum().backward(retain_graph=True)
+    del x, y, block, regions
 
-        assert [storage() for storage in seen] == [None, None]
-
-
-def test_region_itself_is_left_by_what_it_has_watched() -> None:
-    with without_collector():
-        block = nn.Sequential(nn.Linear(4, 4), nn.GELU())
-        regions = Regions({block: ALL, block[1]: ALL})
-        with regions:
-            loss = block(leaf()).sum()
-        loss.backward()
-        seen = [weakref.ref(block), weakref.ref(regions)]
-        del block, regions, loss
-
-        assert [one() for one in seen] == [None, None]
+    assert [one() for one in seen] == [None] * 4
 
 
 # Errors
 
 
-def test_input_that_was_written_to_raises_autograds_error() -> None:
-    region, x = Run(sines), leaf() * 2
+def _give_data_twice(region: nn.Sequential) -> None:
+    for _ in range(2):  # the second may be where the first was
+        region[0].weight.data = region[0].weight.data * 0.5
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Sequential, Tensor], object], type[Exception], str]] = {
+    "input": (
+        lambda _, x: x.add_(1),
+        RuntimeError,
+        "modified by an inplace .*an input of a Sequential whose forward is run again",
+    ),
+    "statistics": (lambda it, _: it[2].running_mean.add_(1), RuntimeError, "modified by an inplace operation"),
+    "parameter": (lambda it, _: it[0].bias.add_(1), ReplayMismatchError, "a Sequential .*a parameter that was written to"),
+    "buffer": (lambda it, _: it.steps.add_(1), ReplayMismatchError, 'the buffer "steps", that was written to'),
+    "another parameter": (
+        lambda it, _: setattr(it[0], "weight", nn.Parameter(it[0].weight * 0.5)),
+        *(ReplayMismatchError, "was replaced"),
+    ),
+    "other data": (lambda it, _: _give_data_twice(it), ReplayMismatchError, "other data"),
+    "frozen": (lambda it, _: it[0].weight.requires_grad_(False), ReplayMismatchError, "requires_grad was set"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_before_the_backward_raises(name: str) -> None:
+    change, error, message = CHANGES[name]
+    region, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4).eval(), nn.Tanh()), leaf() * 2
+    region.register_buffer("steps", torch.zeros(()))
     with Regions({region: ALL}):
         loss = region(x).sum()
-    x.add_(1)
+    with torch.no_grad():
+        change(region, x)
 
-    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+    with pytest.raises(error) as caught:
         loss.backward()
-    assert "an input of a Run whose forward is run again" in "".join(getattr(caught.value, "__notes__", []))
+    assert re.search(message, " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])]), re.DOTALL)
 
 
 def test_saved_tensor_that_the_forward_writes_to_raises_autograds_error() -> None:
@@ -620,28 +552,6 @@ def test_saved_tensor_that_the_forward_writes_to_raises_autograds_error() -> Non
         loss = region(leaf()).sum()
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_parameter_that_was_written_to_raises() -> None:
-    region = nn.Sequential(nn.Linear(4, 4), nn.GELU())
-    with Regions({region: ALL}):
-        loss = region(leaf()).sum()
-    with torch.no_grad():
-        region[0].bias.add_(1)
-
-    with pytest.raises(ReplayMismatchError, match=r"a Sequential that is recomputed .* found a parameter that was written to"):
-        loss.backward()
-
-
-def test_buffer_that_was_written_to_raises() -> None:
-    region = nn.Sequential(nn.Linear(4, 4), nn.GELU())
-    region.register_buffer("steps", torch.zeros(()))
-    with Regions({region: ALL}):
-        loss = region(leaf()).sum()
-    region.steps.add_(1)
-
-    with pytest.raises(ReplayMismatchError, match='found the buffer "steps", that was written to'):
         loss.backward()
 
 

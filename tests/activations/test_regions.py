@@ -15,30 +15,17 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.activations.recomputing import region_calls
-from memkit.activations.recomputing.regions import Regions, RegionSpec, why_not_region
+from memkit.activations.recomputing.regions import Regions, why_not_region
 from memkit.activations.saved.counts import Counts
 from memkit.device import ReferenceDevice
-from memkit.errors import ReplayMismatchError
 from memkit.recording.module_calls import ModuleTrail
 from memkit.recording.recording import Recording
 from tests.activations.cases import COMPUTATIONS as COMMON
 from tests.activations.cases import assert_same_bits, inputs_on
 from tests.activations.remat.cases import COMPUTATIONS, custom_function_saving_more
+from tests.activations.test_region_semantics import ALL, Run, leaf
 from tests.gpus import ON_GPU
 from tests.models import CASES, NAMES
-
-ALL = RegionSpec()
-
-
-class Run(nn.Module):
-    """A computation as a module."""
-
-    def __init__(self, computation: Callable[..., Any]) -> None:
-        super().__init__()
-        self.computation = computation
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.computation(*args, **kwargs)
 
 
 def step(
@@ -147,38 +134,25 @@ def nets(name: str, device: str = "cpu") -> list[Net]:
     return [net, copy.deepcopy(net), copy.deepcopy(net)]
 
 
-def regions_of(net: Net) -> Regions:
-    return Regions(dict.fromkeys({*net.blocks}, ALL))
-
-
 DEVICES = ["cpu", *ON_GPU]
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_have_the_bits_of_the_plain_run(name: str, device: str) -> None:
+def test_blocks_have_the_bits_of_the_plain_run(name: str, is_nested: bool, device: str) -> None:
+    """Also where all modules in the blocks are regions as well."""
+
+    def regions_of(net: Net) -> Regions:
+        inner = [] if not is_nested or name == "inplace" else [part for block in net.blocks for part in block.modules()]
+        return Regions(dict.fromkeys([*net.blocks, *inner], ALL))
+
     plain, net, other = nets(name, device)
     wanted = leavings(plain, nullcontext)
     once = regions_of(net)
 
     assert_same_bits(leavings(net, lambda: once), wanted)
     assert_same_bits(leavings(other, lambda: regions_of(other)), wanted)
-
-
-def nested_regions_of(net: Net) -> Regions:
-    """The blocks, and all modules in them."""
-    return Regions({part: ALL for block in net.blocks for part in block.modules()})
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", [name for name in BLOCKS if name != "inplace"])
-def test_regions_in_regions_have_the_bits_of_the_plain_run(name: str, device: str) -> None:
-    plain, net, other = nets(name, device)
-    wanted = leavings(plain, nullcontext)
-    once = nested_regions_of(net)
-
-    assert_same_bits(leavings(net, lambda: once), wanted)
-    assert_same_bits(leavings(other, lambda: nested_regions_of(other)), wanted)
 
 
 # Which modules may be regions
@@ -288,10 +262,6 @@ def test_context_within_a_region(context: Callable[..., AbstractContextManager[A
     assert_same_bits(torch.autograd.grad(loss, x), wanted)
 
 
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(shape or (4, 4), generator=torch.Generator().manual_seed(0)).requires_grad_()
-
-
 # Generators
 
 
@@ -391,36 +361,10 @@ def test_call_after_a_parameter_was_replaced_is_no_region() -> None:
     assert "other parameters" in regions.not_taken[region]
 
 
-def replace(region: nn.Sequential) -> None:
-    region[0].weight = nn.Parameter(region[0].weight.detach() * 0.5)
-
-
-def give_data_twice(region: nn.Sequential) -> None:
-    for _ in range(2):  # the second may be where the first was
-        region[0].weight.data = region[0].weight.data * 0.5
-
-
-def freeze(region: nn.Sequential) -> None:
-    region[0].weight.requires_grad_(False)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"), [(replace, "was replaced"), (give_data_twice, "other data"), (freeze, "requires_grad was set")]
-)
-def test_parameter_that_is_changed_before_the_backward_raises(change: Callable[[nn.Sequential], None], message: str) -> None:
-    region = block()
-    with Regions({region: ALL}):
-        loss = region(leaf()).sum()
-    change(region)
-
-    with pytest.raises(ReplayMismatchError, match=message):
-        loss.backward()
-
-
 def test_requires_grad_is_that_of_the_call() -> None:
     region, x = block(), leaf()
     with Regions({region: ALL}):
-        freeze(region)
+        region[0].weight.requires_grad_(False)
         loss = region(x).sum()
 
     assert_same_bits(torch.autograd.grad(loss, x), torch.autograd.grad(region(x).sum(), x))
@@ -491,17 +435,6 @@ def test_call_that_reads_statistics_of_a_batch_norm_is_a_region(affine: bool, by
     assert counts.num_replays > 0
 
 
-def test_statistics_that_are_written_before_the_backward_are_an_error_of_autograd() -> None:
-    norm, x = nn.BatchNorm1d(4).eval(), leaf()
-    region = nn.Sequential(nn.Tanh(), norm, nn.Tanh())
-    with Regions({region: ALL}):
-        loss = region(x).sum()
-    norm.running_mean.add_(1)
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False).eval()])
 def test_call_that_reads_no_statistics_is_a_region(norm: nn.Module) -> None:
     region = nn.Sequential(norm, nn.Tanh())
@@ -510,9 +443,6 @@ def test_call_that_reads_no_statistics_is_a_region(norm: nn.Module) -> None:
         region(leaf()).sum().backward()
 
     assert not regions.not_taken
-
-
-# Attributes
 
 
 class Scaled(nn.Module):

@@ -114,6 +114,7 @@ def test_copy_that_is_made_within_a_forward_works() -> None:
 
 # Contexts
 
+
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "CPUOffload": lambda: memkit.CPUOffload(0.5, "saved", min_bytes=0),
     "CPUOffload by a schedule": lambda: memkit.CPUOffload(

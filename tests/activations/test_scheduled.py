@@ -44,9 +44,6 @@ pytestmark = [
 ]
 
 
-# Everything that may be computed
-
-
 @pytest.mark.core(1)
 @pytest.mark.parametrize(("ratio", "window_units"), [(1.0, 0), (0.5, 0), pytest.param(1.0, None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", COMPUTATIONS)
@@ -108,40 +105,6 @@ def test_backward_in_another_thread_while_the_next_forward_runs(offloads: Offloa
         del second
 
 
-@pytest.mark.parametrize("units", [[1] * 12, IN_BATCHES])
-@pytest.mark.parametrize("options", [*SETTINGS, {"ratio": 0.5, "window_units": 3}, {"ratio": 0.0, "window_units": 0}])
-def test_most_bytes_on_the_device_are_counted_in_steady_steps(
-    offloads: Offloads, units: list[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At least the bytes that leave or have come back, and at most those of steps without a schedule."""
-    x, found, held = leaf_on(offloads.device.torch_device), [], [0]
-    fetch, keep_up = ScheduledForward._fetch_next, ScheduledForward.keep_up
-
-    def fetch_and_look(forward: ScheduledForward) -> bool:
-        was_fetched = fetch(forward)
-        held.append(forward.live_bytes)
-        return was_fetched
-
-    def look_and_keep_up(forward: ScheduledForward, *due: int) -> None:
-        held.append(forward.live_bytes)
-        keep_up(forward, *due)
-
-    monkeypatch.setattr(ScheduledForward, "_fetch_next", fetch_and_look)
-    monkeypatch.setattr(ScheduledForward, "keep_up", look_and_keep_up)
-    for _ in range(4):
-        (window,) = offload_states[TAG].windows() if TAG in offload_states else [None]
-        if window is not None:
-            window.ledger.peak_live_bytes = 0
-        with offloads(**options):
-            y = chain(x, units)
-        gradient_of(y, x)
-        del y
-        found.append(memkit.stats(TAG).peak_live_bytes / UNIT_BYTES)
-
-    assert max(held) / UNIT_BYTES <= found[2] == found[3] <= found[1]
-    assert found[3] >= found[1] - max(units)
-
-
 def test_cache_of_the_allocator_is_emptied_once(offloads: Offloads, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     x = leaf_on(offloads.device.torch_device)
@@ -154,9 +117,6 @@ def test_cache_of_the_allocator_is_emptied_once(offloads: Offloads, monkeypatch:
         gradient_of(y, x)
 
     assert done == [*["step"] * 3, "emptied", *["step"] * 4]
-
-
-# Other saves than the schedule has
 
 
 class Saves(torch.autograd.Function):
@@ -269,9 +229,6 @@ def test_no_offload_comes_and_goes(offloads: Offloads, where: str, steps: str) -
         del y
 
 
-# Other contexts
-
-
 def test_attached_and_not(offloads: Offloads) -> None:
     """The model's tensors leave if it is not attached."""
     torch_device = offloads.device.torch_device
@@ -331,10 +288,7 @@ def test_peek_ahead_of_the_backward(offloads: Offloads) -> None:
     x = leaf_on(offloads.device.torch_device)
     wanted = gradient_of(chain(x, IN_BATCHES), x)
     for place in range(11):
-        offloads.learn(lambda: chain(x, IN_BATCHES), window_units=8)
-        with offloads(window_units=8):
-            y = chain(x, IN_BATCHES)
-        assert offloads.follows
+        y = learned(offloads, lambda: chain(x, IN_BATCHES), window_units=8)
         node = y.grad_fn
         for _ in range(place):
             while type(node).__name__ != "SinBackward0":
@@ -345,12 +299,6 @@ def test_peek_ahead_of_the_backward(offloads: Offloads) -> None:
         assert_same_bits([gradient_of(y, x)], [wanted])
         del y, node
         memkit.reset(TAG)
-
-
-# Writes
-
-
-# Ends
 
 
 @pytest.mark.parametrize("options", SETTINGS)
@@ -460,10 +408,7 @@ def test_next_forward_is_on_another_stream(offloads: Offloads, units: list[int])
         return functional.rrelu(chain(x, units), 0.25, 0.25, training=True)
 
     wanted = gradient_of(forward(), x)
-    offloads.learn(forward, window_units=2)
-    with offloads(window_units=2):
-        first = forward()
-    assert offloads.follows
+    first = learned(offloads, forward, window_units=2)
 
     def second_forward() -> Tensor:
         with offloads(window_units=2):
@@ -479,10 +424,7 @@ def test_graph_is_dropped_while_another_stream_is_the_current_one(offloads: Offl
     def forward() -> Tensor:
         return functional.rrelu(chain(x, [1] * 6), 0.25, 0.25, training=True)
 
-    offloads.learn(forward)
-    with offloads():
-        y = forward()
-    assert offloads.follows
+    y = learned(offloads, forward)
     del y
     with offloads.device.on_stream(side):
         offloads.assert_nothing_is_left()
@@ -509,9 +451,6 @@ def test_device_is_not_the_current_one() -> None:
             torch.randn(2**20, device="cuda:0").sin()
         assert_same_bits([gradient_of(y, x)], [wanted])
         del y
-
-
-# Training loops that repeat exactly, but not as alternating forwards and backwards
 
 
 class Followed:
@@ -554,8 +493,6 @@ def test_step_on_the_cpu_alone_among_steady_ones_warns_of_nothing(offloads: Offl
     assert followed.take()[-2:] == [True] * 2
 
 
-# Orders of forwards and backwards
-
 STEADY = ("retained", "double_backward", "double_backward_outside", "partial", "backward_inside", "interleaved", "in_a_thread")
 
 
@@ -577,6 +514,7 @@ def test_orders_that_repeat_follow_schedules(
 
 
 # Shapes that come in turns
+
 
 BUCKETS = {"A": (3, IN_BATCHES), "B": (2, [2, 1, 2, 1]), "C": (2, [2, 1, 2, 3])}
 """A multiple of the first save, and the later units; the last two begin alike."""

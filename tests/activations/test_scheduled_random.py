@@ -4,7 +4,7 @@ again."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -99,34 +99,19 @@ def _compare(taken: list[Program], ratio: float, window_bytes: int | None, seed:
     memkit.reset(f"{TAG} inside")
 
 
-def _drawn(max_examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        drawn = given(
-            taken=programs(),
-            ratio=st.sampled_from([1.0, 1.0, 0.5, 0.3]),
-            window_bytes=st.sampled_from([0, 64, 200, None]),
-            seed=st.sampled_from([None, 0, 1]),
-            batch_bytes=st.sampled_from([1, 130, copies.BATCH_BYTES]),
-        )
-        return settings(max_examples=max_examples, deadline=None)(drawn(test))
+@pytest.mark.parametrize("num_examples", [12, pytest.param(400, marks=pytest.mark.slow)])
+def test_random_steps(num_examples: int) -> None:
+    @settings(max_examples=num_examples, deadline=None)
+    @given(
+        taken=programs(),
+        ratio=st.sampled_from([1.0, 1.0, 0.5, 0.3]),
+        window_bytes=st.sampled_from([0, 64, 200, None]),
+        seed=st.sampled_from([None, 0, 1]),
+        batch_bytes=st.sampled_from([1, 130, copies.BATCH_BYTES]),
+    )
+    def check(batch_bytes: int, **drawn: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(copies, "BATCH_BYTES", batch_bytes)
+            _compare(**drawn)
 
-    return decorate
-
-
-def _check(batch_bytes: int, taken: list[Program], ratio: float, window_bytes: int | None, seed: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "BATCH_BYTES", batch_bytes)
-        _compare(taken, ratio, window_bytes, seed)
-
-
-@_drawn(12)
-def test_random_steps(batch_bytes: int, taken: list[Program], ratio: float, window_bytes: int | None, seed: int | None) -> None:
-    _check(batch_bytes, taken, ratio, window_bytes, seed)
-
-
-@pytest.mark.slow
-@_drawn(400)
-def test_many_random_steps(
-    batch_bytes: int, taken: list[Program], ratio: float, window_bytes: int | None, seed: int | None
-) -> None:
-    _check(batch_bytes, taken, ratio, window_bytes, seed)
+    check()

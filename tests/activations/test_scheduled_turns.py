@@ -210,38 +210,17 @@ def test_each_turn_waits_for_the_one_before_on_the_other_stream(
     assert [batch.done for batch in (first, second)] == [made[len(made) // 2 - 1].done, made[-1].done]
 
 
-def _two_turns(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[Piece, CopiesByTurns]:
-    """Return 8 bytes of pinned memory, and their copies to a storage in two turns."""
+def test_turns_wait_for_the_batch_that_they_are_behind_and_count_waits_until_they_are_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(lanes, "TURN_BYTES", 4)
-    host = torch.zeros(8, dtype=torch.uint8)
+    device, host = ReferenceDevice(), torch.zeros(8, dtype=torch.uint8)
     device.pin(host)
-    piece = Piece(0, 0, host, host.data_ptr(), 8)
-    batch = copy_by_turns(device, (device.new_stream("first"), device.new_stream("second")), [piece], is_out=False, ahead=None)
-    assert isinstance(batch, CopiesByTurns)
-    return piece, batch
-
-
-def test_how_long_a_stream_has_waited_for_turns_counts_until_they_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    _, batch = _two_turns(device, monkeypatch)
-    storage = device.allocate(8)
-    batch.start([storage])
-    batch.wait()
-
-    assert batch.waited is not None
-    batch.waited = batch.started  # as if the stream had had nothing else to do
-    assert batch.stall_s() == batch.started.elapsed_s(batch.done) > 0.0
-    batch.start([storage])
-    assert batch.waited is None
-    batch.wait()
-
-
-def test_turns_wait_for_the_batch_that_they_are_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    piece, back = _two_turns(device, monkeypatch)
+    pieces, streams = [Piece(0, 0, host, host.data_ptr(), 8)], (device.new_stream("first"), device.new_stream("second"))
+    back = copy_by_turns(device, streams, pieces, is_out=False, ahead=None)
+    out = device.copy_batch(device.new_stream("out"), pieces, is_out=True)
     storage, made = device.allocate(8), device.allocate(8)
     storage.fill_(7)
-    out = device.copy_batch(device.new_stream("out"), [piece], is_out=True)
 
     out.start([storage])
     with pytest.raises(RaceError):
@@ -251,6 +230,12 @@ def test_turns_wait_for_the_batch_that_they_are_behind(monkeypatch: pytest.Monke
     out.wait()
 
     assert list(made) == [7] * 8
+    assert back.waited is not None
+    back.waited = back.started  # as if the stream had had nothing else to do
+    assert back.stall_s() == back.started.elapsed_s(back.done) > 0.0
+    back.start([made])
+    assert back.waited is None
+    back.wait()
 
 
 @pytest.mark.gpu

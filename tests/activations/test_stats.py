@@ -14,6 +14,7 @@ from memkit.activations.stats import SavedTensorStats, fragmentation_hint
 from memkit.core.sizes import HOST_PAGE_BYTES
 from memkit.device import Device, ReferenceDevice
 from memkit.transfer.lanes import Transfer
+from tests.activations.budgeting.conftest import Moment
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on, step, units_that_stay
 from tests.activations.conftest import Offload
@@ -155,6 +156,15 @@ def test_text() -> None:
         given.num_iterations = 4  # type: ignore[misc]
 
 
+def test_copies_count_what_is_reached() -> None:
+    start, end = Moment(1.0), Moment(3.0, reached=False)
+    copies = Copies(alone=[Transfer(8, start, end)], waits=[(start, end)])
+
+    assert (copies.stall_s(), copies.rate(), copies.num_bytes, copies.num_copies) == (0.0, None, 8, 1)
+    end.reached = True
+    assert (copies.stall_s(), copies.rate()) == (2.0, 4.0)
+
+
 @pytest.mark.parametrize(
     ("allocated", "reserved", "is_hinted"),
     [(None, None, False), (0, 0, False), (100, 0, False), (100, 135, False), (100, 136, True), (100, 300, True)],
@@ -174,23 +184,3 @@ def test_hint_when_the_allocator_is_fragmented(
         with monkeypatch.context() as patch:
             patch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
             assert fragmentation_hint(allocated, reserved) == ""
-
-
-def test_copies_count_what_is_reached() -> None:
-    device = ReferenceDevice()
-    lane, copies = device.new_stream("lane"), Copies()
-    host, source = torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8)
-    device.pin(host)
-    device.note_written(source.untyped_storage(), source._version)
-    device.wait_event(lane, device.record_event())
-    start = device.record_event(lane)
-    device.copy(host, source, lane)
-    end = device.record_event(lane)
-    copies.waits.append((start, end))
-    copies.alone.append(Transfer(8, start, end))
-
-    assert (copies.stall_s(), copies.rate()) == (0.0, None)
-    device.synchronize()
-    assert copies.stall_s() == end.at_s - start.at_s > 0
-    assert copies.rate() == 8 / copies.stall_s()
-    assert (copies.num_bytes, copies.num_copies) == (8, 1)

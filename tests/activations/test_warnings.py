@@ -8,7 +8,7 @@ import copy
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from torch.optim import optimizer as torch_optimizer
 import memkit
 from memkit import schedules
 from memkit.activations.context import ForwardContext
-from memkit.activations.saved.state import remat_states
 from memkit.device import CpuDevice, Device, ReferenceDevice, why_nothing_is_freed
 
 DEVICE = ReferenceDevice()
@@ -27,13 +26,6 @@ Context = Callable[..., Any]
 
 
 # Nothing is large enough
-
-
-@pytest.fixture(autouse=True)
-def _fresh_remat_tags() -> Iterator[None]:
-    yield
-    for tag in list(remat_states):
-        memkit.reset(tag)
 
 
 def _small_net() -> tuple[nn.Module, Tensor]:
@@ -134,6 +126,7 @@ def test_one_small_tensor_is_named_as_one() -> None:
 
 # No backward asks for what forwards saved
 
+
 UNASKED = r'\(tag "unasked"\): 4 forwards saved tensors for a backward, and none came'
 MAKE: dict[str, Callable[[], ForwardContext]] = {
     "CPUOffload": lambda: memkit.CPUOffload(0.5, "unasked", min_bytes=0, device=ReferenceDevice()),
@@ -178,26 +171,19 @@ def test_six_steps_without_a_backward_warn_once(make: Callable[[], ForwardContex
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("num_evaluations", [0, 3])
-def test_steps_with_a_backward_are_fine(make: Callable[[], ForwardContext], step: Step, num_evaluations: int) -> None:
-    for _ in range(num_evaluations):
+@pytest.mark.parametrize("kind", ["steps", "evaluations before steps", "one backward for many", "nothing saved"])
+def test_forwards_with_a_backward_or_nothing_saved_are_fine(kind: str, make: Callable[[], ForwardContext], step: Step) -> None:
+    if kind == "one backward for many":
+        torch.stack([step(make) for _ in range(8)]).sum().backward()
+        return
+    if kind == "nothing saved":
+        step = torch.no_grad()(step)
+    for _ in range(3 if kind == "evaluations before steps" else 0):
         step(make)
-    for _ in range(8):
+    for _ in range(8 if kind != "nothing saved" else 0):
         step(make).backward()
     for _ in range(8):
         step(make)
-
-
-@pytest.mark.filterwarnings("error")
-def test_many_forwards_with_one_backward_are_fine(make: Callable[[], ForwardContext], step: Step) -> None:
-    torch.stack([step(make) for _ in range(8)]).sum().backward()
-
-
-@pytest.mark.filterwarnings("error")
-def test_forwards_that_save_nothing_are_fine(make: Callable[[], ForwardContext], step: Step) -> None:
-    for _ in range(8):
-        with torch.no_grad():
-            step(make)
 
 
 def test_attached_models_warn_as_well(make: Callable[[], ForwardContext]) -> None:
@@ -248,9 +234,7 @@ def _step(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def test_training_step_that_calls_the_parts_warns_once_where_it_was_attached(
-    lit: Trained,
-) -> None:
+def test_training_step_that_calls_the_parts_warns_once_where_it_was_attached(lit: Trained) -> None:
     model, x, optimizer = lit
     line = sys._getframe().f_lineno + 1
     _handle = memkit.attach(model, memkit.CPUOffload(1.0, "unused", device=DEVICE))
@@ -319,17 +303,10 @@ def test_model_that_is_gone_leaves_no_hook() -> None:
     assert len(torch_optimizer._global_optimizer_pre_hooks) == num_hooks
 
 
-@pytest.fixture
-def _hook_of_the_user() -> Iterator[None]:
-    handle = torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None)
-    yield
-    handle.remove()
-
-
 def test_step_goes_on_where_others_have_hooks_behind_this_one(lit: Trained, request: pytest.FixtureRequest) -> None:
     model, x, optimizer = lit
     _attach(model)
-    request.getfixturevalue("_hook_of_the_user")
+    request.addfinalizer(torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None).remove)
 
     for is_first in (True, False):
         before = model.head.weight.detach().clone()
@@ -343,19 +320,19 @@ def test_model_that_is_collected_within_a_step_does_not_break_it(request: pytest
     model, other = Lit(), nn.Linear(8, 2)
     num_hooks = len(torch_optimizer._global_optimizer_pre_hooks)
     _attach(model)
-    collecting = torch_optimizer.register_optimizer_step_pre_hook(lambda *_: _collect())
+
+    def collect(*_: object) -> None:
+        gc.collect()
+
+    collecting = torch_optimizer.register_optimizer_step_pre_hook(collect)
     request.addfinalizer(collecting.remove)
-    request.getfixturevalue("_hook_of_the_user")
+    request.addfinalizer(torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None).remove)
     del model
 
     _step(other(torch.ones(1, 8)).sum(), torch.optim.SGD(other.parameters(), lr=0.1))
     memkit.attach(other, memkit.CPUOffload(1.0, "unused", device=DEVICE)).remove()
 
     assert len(torch_optimizer._global_optimizer_pre_hooks) == num_hooks + 2
-
-
-def _collect() -> None:
-    gc.collect()
 
 
 # No memory of its own
@@ -385,7 +362,7 @@ def test_nothing_moves_on_the_cpu_with_one_warning(device: str | torch.device | 
 
 
 class Shared(ReferenceDevice):
-    """A GPU that has no memory apart from the host's."""
+    """A GPU that has none."""
 
     has_own_memory = False
 

@@ -90,13 +90,17 @@ def _open(name: str) -> Device:
     return CpuDevice() if name == "cpu" else open_test_device(name)
 
 
+def _made(request: pytest.FixtureRequest) -> Iterator[Context]:
+    name, device = request.param
+    found = Context(name, (KINDS | MORE_KINDS)[name], _open(device))
+    yield found
+    found.device.synchronize()  # raises the finalizers' findings
+
+
 @pytest.fixture(params=_params(KINDS))
 def context(request: pytest.FixtureRequest) -> Iterator[Context]:
     """Return each saved-tensor context on each device; fail in the end if there were races."""
-    name, device = request.param
-    found = Context(name, KINDS[name], _open(device))
-    yield found
-    found.device.synchronize()  # raises the finalizers' findings
+    yield from _made(request)
 
 
 _MORE = [_param(name, device, pytest.mark.slow) for name in MORE_KINDS for device in DEVICES if device != "seed 0"]
@@ -105,10 +109,7 @@ _MORE = [_param(name, device, pytest.mark.slow) for name in MORE_KINDS for devic
 @pytest.fixture(params=[*_params(KINDS), *_MORE])
 def any_context(request: pytest.FixtureRequest) -> Iterator[Context]:
     """Return each in further settings as well."""
-    name, device = request.param
-    found = Context(name, (KINDS | MORE_KINDS)[name], _open(device))
-    yield found
-    found.device.synchronize()
+    yield from _made(request)
 
 
 class Case:

@@ -37,29 +37,26 @@ class Around:
 
 @dataclass(frozen=True)
 class Kind:
-    """A saved-tensor context in one setting: `make` makes it for a device and under a tag; `stats` has one function of the tag
-    for each context in it; with `on_cpu`, it also works where device memory is host memory."""
+    """A saved-tensor context in one setting: `make` makes it for a device and under a tag; with `on_cpu`, it also works where
+    device memory is host memory."""
 
     make: Make
-    stats: tuple[Callable[[str], Any], ...]
     on_cpu: bool = False
 
     def num_live(self, tag: str) -> int:
         """Return how many records and bytes graphs still hold, on the device or in host memory."""
-        found = [stats(tag) for stats in self.stats]
-        return sum(one.live_records + one.live_bytes + getattr(one, "host_in_use_bytes", 0) for one in found)
+        stats = memkit.stats(tag)
+        return stats.live_records + stats.live_bytes + (stats.host_in_use_bytes or 0)
 
     def num_acts(self, tag: str) -> int:
         """Return how many saved tensors the last step copied or replayed."""
-        found = [stats(tag) for stats in self.stats]
-        return sum(getattr(one, "num_copies_out", 0) + getattr(one, "num_replays", 0) for one in found)
+        stats = memkit.stats(tag)
+        return (stats.num_copies_out or 0) + (stats.num_replays or 0)
 
 
 def _offload(ratio: float, window_bytes: int | None = 0) -> Kind:
-    def make(device: Device | None, tag: str) -> memkit.CPUOffload:
-        return memkit.CPUOffload(ratio, tag, min_bytes=0, window_bytes=window_bytes, device=device)
-
-    return Kind(make, (memkit.stats,))
+    options = {"min_bytes": 0, "window_bytes": window_bytes}
+    return Kind(lambda device, tag: memkit.CPUOffload(ratio, tag, device=device, **options))
 
 
 def _recording_offload(ratio: float) -> Kind:
@@ -70,28 +67,20 @@ def _recording_offload(ratio: float) -> Kind:
             memkit.recompute(torch.ones(4, device=None if device is None else device.torch_device))
         return memkit.CPUOffload(ratio, tag, min_bytes=0, device=device)
 
-    return Kind(make, (memkit.stats,))
+    return Kind(make)
 
 
 def _remat(budget: float | str, policy: str = "plan", min_bytes: int = 0, *, verify: bool = False) -> Kind:
-    def make(device: Device | None, tag: str) -> memkit.Rematerialize:
-        return memkit.Rematerialize(budget, tag, min_bytes=min_bytes, policy=policy, verify=verify, device=device)
-
-    return Kind(make, (memkit.stats,), on_cpu=True)
+    options = {"min_bytes": min_bytes, "policy": policy, "verify": verify}
+    return Kind(lambda device, tag: memkit.Rematerialize(budget, tag, device=device, **options), on_cpu=True)
 
 
 def _budget(budget: float | str, min_bytes: int = 0) -> Kind:
-    def make(device: Device | None, tag: str) -> memkit.MemoryBudget:
-        return memkit.MemoryBudget(budget, tag, min_bytes=min_bytes, device=device)
-
-    return Kind(make, (memkit.stats,))
+    return Kind(lambda device, tag: memkit.MemoryBudget(budget, tag, min_bytes=min_bytes, device=device))
 
 
 def _around(outer: Kind, inner: Kind) -> Kind:
-    def make(device: Device | None, tag: str) -> Around:
-        return Around(outer.make(device, tag), inner.make(device, tag))
-
-    return Kind(make, (*outer.stats, *inner.stats))
+    return Kind(lambda device, tag: Around(outer.make(device, tag), inner.make(device, tag)))
 
 
 KINDS: dict[str, Kind] = {

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit
-from tests.activations.cases import assert_same_bits
+from tests.activations.cases import Seeing, assert_same_bits
 from tests.contracts.conftest import Context
 from tests.gpus import ON_GPU
 
@@ -22,11 +21,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 Around = Callable[[], AbstractContextManager[object]]
-
-
-class OtherMode(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        return func(*args, **(kwargs or {}))
 
 
 # Those whose bits differ under a mode, found among all of torch's ops with derivatives, in one of the three ways below.
@@ -76,7 +70,7 @@ def _double_backward(function: Callable[[Tensor], Tensor], x: Tensor, around: Ar
 
 def _in_other_mode(function: Callable[[Tensor], Tensor], x: Tensor, around: Around) -> Sequence[Tensor]:
     """The user's mode is on, and stays."""
-    with around(), OtherMode():
+    with around(), Seeing():
         function(x.sin()).sum().backward()
     return [x.grad]
 

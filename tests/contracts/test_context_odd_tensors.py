@@ -45,9 +45,6 @@ def context(request: pytest.FixtureRequest) -> Iterator[Context]:
     device.synchronize()
 
 
-# Classes of their own
-
-
 class Named(Tensor):
     """Only has a name of its own."""
 
@@ -96,34 +93,15 @@ class Flat(Wrapper):
         return Flat(inner["inner"])
 
 
-# What is saved
-
-
-def _strided_nested(y: Tensor) -> Tensor:
-    return torch.nested.as_nested_tensor([y[:3].detach(), y[3:].detach()])
-
-
-def _jagged(y: Tensor) -> Tensor:
-    return torch.nested.nested_tensor_from_jagged(y, torch.tensor([0, 3, 8]))
-
-
-def _fake(y: Tensor) -> Tensor:
-    return FakeTensorMode().from_tensor(y.detach())
-
-
-def _transposed(y: Tensor) -> Tensor:
-    return torch.nested.nested_tensor_from_jagged(y.view(8, 4, 8), torch.tensor([0, 3, 8])).transpose(1, 2)
-
+_of_jagged = torch.nested.nested_tensor_from_jagged
 
 SAVED: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda y: y,
-    "strided nested": _strided_nested,
-    "jagged": _jagged,
-    "jagged and transposed": _transposed,
-    "jagged with gaps": lambda y: torch.nested.nested_tensor_from_jagged(y, torch.tensor([0, 4, 8]), torch.tensor([2, 3])),
-    "jagged with known lengths": lambda y: torch.nested.nested_tensor_from_jagged(
-        y, torch.tensor([0, 3, 8]), min_seqlen=3, max_seqlen=5
-    ),
+    "strided nested": lambda y: torch.nested.as_nested_tensor([y[:3].detach(), y[3:].detach()]),
+    "jagged": lambda y: _of_jagged(y, torch.tensor([0, 3, 8])),
+    "jagged and transposed": lambda y: _of_jagged(y.view(8, 4, 8), torch.tensor([0, 3, 8])).transpose(1, 2),
+    "jagged with gaps": lambda y: _of_jagged(y, torch.tensor([0, 4, 8]), torch.tensor([2, 3])),
+    "jagged with known lengths": lambda y: _of_jagged(y, torch.tensor([0, 3, 8]), min_seqlen=3, max_seqlen=5),
     "zeros without bytes": lambda y: torch._efficientzerotensor(y.shape),
     "view of zeros without bytes": lambda y: torch._efficientzerotensor(y.shape)[1:].t(),
     "COO": lambda y: y.to_sparse(),
@@ -139,7 +117,7 @@ SAVED: dict[str, Callable[[Tensor], Tensor]] = {
     "float8": lambda y: y.to(torch.float8_e4m3fn),
     "booleans": lambda y: y > 0,
     "meta": lambda y: torch.empty_like(y, device="meta"),
-    "fake": _fake,
+    "fake": lambda y: FakeTensorMode().from_tensor(y.detach()),
     "conjugated": lambda y: torch.view_as_complex(y.view(8, 16, 2)).conj(),
     "negated": lambda y: torch.view_as_complex(y.view(8, 16, 2)).conj().imag,
     "without elements": lambda y: y[:0],
@@ -156,13 +134,8 @@ SAVED: dict[str, Callable[[Tensor], Tensor]] = {
     "wrapper": Wrapper,
     "wrapper that flattens": Flat,
     "wrapper in a wrapper": lambda y: Flat(Flat(y)),
-    "storage without bytes": lambda y: _resized(y.clone()),
+    "storage without bytes": lambda y: [made := y.clone(), made.untyped_storage().resize_(0)][0],
 }
-
-
-def _resized(y: Tensor) -> Tensor:
-    y.untyped_storage().resize_(0)
-    return y
 
 
 def _describe(tensor: Tensor) -> list[object]:
@@ -170,14 +143,8 @@ def _describe(tensor: Tensor) -> list[object]:
     if isinstance(tensor, Wrapper):
         return [type(tensor), *_describe(tensor.inner)]
     with torch._C.DisableTorchFunctionSubclass():
-        found: list[object] = [
-            _kind(tensor),
-            tensor.dtype,
-            tensor.device,
-            tensor.layout,
-            tensor.is_nested,
-            tensor._is_zerotensor(),
-        ]
+        kind = type(tensor) if has_own_dispatch(tensor) else Tensor  # torch gives back a plain one under any hooks
+        found = [kind, tensor.dtype, tensor.device, tensor.layout, tensor.is_nested, tensor._is_zerotensor()]
         if tensor.layout is torch._mkldnn:
             return [*found, tensor.to_dense().tolist()]
         if tensor.is_quantized:
@@ -189,11 +156,6 @@ def _describe(tensor: Tensor) -> list[object]:
         if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor._is_zerotensor():
             return found
         return [*found, *(bytes(byte_view(storage).tolist()) for storage in storages_of(tensor))]
-
-
-def _kind(tensor: Tensor) -> type[Tensor]:
-    """Return the class of a tensor; if it has no dispatch of its own, torch gives back a plain one under any hooks."""
-    return type(tensor) if has_own_dispatch(tensor) else Tensor
 
 
 class Keeps(torch.autograd.Function):
@@ -334,20 +296,9 @@ def wrapped(x: Tensor, w: Tensor) -> Tensor:
 COMPUTATIONS: dict[str, Computation] = {
     made.__name__: made
     for made in (
-        nested_and_padded,
-        nested_softmax,
-        jagged_attention,
-        jagged_elementwise,
-        forward_mode,
-        zeros_without_bytes,
-        from_integers,
-        of_each_sample,
-        jacobian_product,
-        jacobian_product_of_each,
-        sparse_products,
-        without_data_beside,
-        class_of_its_own,
-        wrapped,
+        *(nested_and_padded, nested_softmax, jagged_attention, jagged_elementwise, forward_mode, zeros_without_bytes),
+        *(from_integers, of_each_sample, jacobian_product, jacobian_product_of_each, sparse_products, without_data_beside),
+        *(class_of_its_own, wrapped),
     )
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,6 +16,7 @@ import memkit
 from tests.activations.cases import assert_same_bits, inputs_on, mlp, skips
 from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.contracts.conftest import Case, Context, Training
+from tests.threads import run_in_threads
 
 pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("quick_plans")]
 
@@ -120,9 +120,7 @@ def one_context_around_many_steps(case: Case) -> list[Tensor]:
 def in_a_thread(case: Case) -> list[Tensor]:
     with case.context(), torch.autocast(case.device.torch_device.type, torch.bfloat16):
         loss = functional.dropout(case.compute("mlp", case.x), 0.3).float().exp().sum()
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
+    run_in_threads(loss.backward)
     return case.gradients()
 
 
@@ -149,17 +147,8 @@ def under_other_modes(case: Case) -> list[Tensor]:
 ORDERS: dict[str, Order] = {
     made.__name__: made
     for made in (
-        retained,
-        double_backward,
-        double_backward_outside,
-        partial,
-        shared_between_two_backwards,
-        interleaved,
-        dropped_unused,
-        backward_inside,
-        one_context_around_many_steps,
-        in_a_thread,
-        under_other_modes,
+        *(retained, double_backward, double_backward_outside, partial, shared_between_two_backwards, interleaved),
+        *(dropped_unused, backward_inside, one_context_around_many_steps, in_a_thread, under_other_modes),
     )
 } | {f"several {order}": _several(order) for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0))}
 
@@ -180,9 +169,6 @@ def test_orders(name: str, training: Training) -> None:
         torch.manual_seed(7)
         assert_same_bits(ORDERS[name](training.tested()), plain)
         assert training.num_acts() > 0
-
-
-# With an optimizer
 
 
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -279,11 +265,7 @@ def test_threads_with_their_own_forwards(context: Context) -> None:
             loss.backward()
         found[number] = [x.grad, w.grad]
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(*(functools.partial(work, number) for number in range(3)))
 
     for number in range(3):
         x, w = inputs_on(context.torch_device)

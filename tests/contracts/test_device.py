@@ -51,27 +51,33 @@ def _delay(device: Device, stream: Stream) -> None:
             torch.cuda._sleep(200_000_000)
 
 
-def test_bytes_go_out_and_come_back(device: Device, host: Tensor) -> None:
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_bytes_go_out_and_come_back(is_pinned: bool, device: Device, host: Tensor) -> None:
+    """The host itself may use pageable memory as soon as the copy is made."""
     compute, out, back = device.current_stream(), device.new_stream("D2H"), device.new_stream("H2D")
+    memory, copy = (host, device.copy) if is_pinned else (torch.zeros_like(host), device.copy_pageable)
     source = _filled(device, 7)
 
     _delay(device, compute)
     byte_view(source).add_(1)
     device.note_written(source, 1)
     device.wait_event(out, device.record_event(timed=False))
-    device.copy(host, byte_view(source), out)
+    copy(memory, byte_view(source), out)
     left = device.record_event(out, timed=False)
+    if not is_pinned:
+        assert memory.eq(8).all()
+        memory.add_(1)
     device.wait_event(compute, left)
     del source
     destination = device.allocate(4 * MIB)
     device.wait_event(back, device.record_event(timed=False))
     device.wait_event(back, left)
     _delay(device, back)
-    device.copy(byte_view(destination), host, back)
+    copy(byte_view(destination), memory, back)
     device.wait_event(compute, device.record_event(back, timed=False))
     device.note_read(destination)
 
-    assert byte_view(destination).eq(8).all()
+    assert byte_view(destination).eq(8 if is_pinned else 9).all()
 
 
 def test_lanes_run_in_order(device: Device, host: Tensor) -> None:
@@ -164,27 +170,6 @@ def test_work_comes_after_what_the_host_has_waited_for(device: Device, host: Ten
     device.note_read(source)
 
     assert (byte_view(source) == 9).all()
-
-
-def test_pageable_copies_go_out_and_come_back(device: Device) -> None:
-    compute, out, back = device.current_stream(), device.new_stream("D2H"), device.new_stream("H2D")
-    pageable = torch.zeros(4 * MIB, dtype=torch.uint8)
-    source, destination = _filled(device, 7), device.allocate(4 * MIB)
-
-    _delay(device, compute)
-    byte_view(source).add_(1)
-    device.note_written(source, 1)
-    device.wait_event(out, device.record_event(timed=False))
-    device.copy_pageable(pageable, byte_view(source), out)
-    host_saw = pageable.clone()
-    pageable.add_(1)
-    device.wait_event(back, device.record_event(timed=False))
-    device.copy_pageable(byte_view(destination), pageable, back)
-    device.wait_event(compute, device.record_event(back, timed=False))
-    device.note_read(destination)
-
-    assert host_saw.eq(8).all()
-    assert byte_view(destination).eq(9).all()
 
 
 def test_event_that_another_thread_is_yet_to_record(device: Device, host: Tensor) -> None:

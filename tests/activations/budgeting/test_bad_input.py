@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.activations.context import ForwardContext
@@ -60,8 +59,6 @@ def test_argument(options: dict[str, object], error: type[Exception], message: s
         memkit.MemoryBudget(**{"budget": 0.5, **options})
 
 
-# Where it is entered
-
 Make = Callable[[str], ForwardContext]
 DEVICE = ReferenceDevice()
 KINDS: dict[str, Make] = {
@@ -97,29 +94,6 @@ def test_nested(outer: str, inner: str, message: str) -> None:
     for tag, kind in (("in", inner), ("out", outer)):
         assert_same_bits(step(x, [1] * 6, lambda: KINDS[kind](tag)), plain)  # noqa: B023
     DEVICE.synchronize()
-
-
-def test_attached_inside_and_outside() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.GELU()), nn.Linear(4, 4))
-    handles = [memkit.attach(model, KINDS["MemoryBudget"]("whole")), memkit.attach(model[0], KINDS["MemoryBudget"]("part"))]
-    with pytest.raises(ValueError, match=r'"part"\) was entered inside another MemoryBudget \(tag "whole"\)'):
-        model(torch.randn(2, 4))
-
-    handles[1].remove()
-    model(torch.randn(2, 4)).sum().backward()
-    handles[0].remove()
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_inside_a_checkpointed_function(use_reentrant: bool) -> None:
-    x = torch.randn(4, 4, requires_grad=True)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with KINDS["MemoryBudget"]("inside"):
-            return x.sin().exp()
-
-    with pytest.raises(ValueError, match=r'MemoryBudget \(tag "inside"\) was entered inside a checkpointed function'):
-        checkpoint(run, x, use_reentrant=use_reentrant)
 
 
 # Budgets that cannot be kept to
@@ -191,9 +165,6 @@ def test_module_that_fills_most_is_named() -> None:
         loss.backward()
     with pytest.raises(BudgetInfeasible, match=r"Most is there in wide\.\d, while .* runs"):
         memkit.MemoryBudget("1KiB", "named", min_bytes=0, strict=True, device=device).__enter__()
-
-
-# Plans of another step
 
 
 @pytest.mark.filterwarnings(NO_PLAN_FITS)

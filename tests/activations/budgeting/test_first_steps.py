@@ -19,11 +19,10 @@ from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device, ReferenceDevice
 from memkit.recording.replay import Replay
 from tests.activations.budgeting.allocator import CountingDevice
+from tests.activations.budgeting.plans import Make
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on
 from tests.activations.remat.conftest import NO_PLAN_FITS
-
-Make = Callable[[], AbstractContextManager[object]]
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
@@ -47,11 +46,13 @@ class Wide(nn.Module):
         return chain(y, [1] * self.units)
 
 
-def _train(model: nn.Module, x: Tensor) -> list[Tensor]:
+def _train(model: nn.Module, x: Tensor, make: Make = nullcontext) -> list[Tensor]:
     model.zero_grad()
-    y = model(x)
+    x.grad = None
+    with make():
+        y = model(x)
     y.sum().backward()
-    return [y.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+    return [y.detach(), *(leaf.grad.clone() for leaf in (x, *model.parameters()) if leaf.grad is not None)]
 
 
 def _budget(device: Device, units: int, tag: str, model: nn.Module) -> memkit.MemoryBudget:
@@ -217,22 +218,12 @@ def test_longer_step_is_held_to_what_a_shorter_one_has_shown(is_attached: bool, 
         memkit.attach(model, context)
     for units in (1, 1, 1, 1, 2):
         x = torch.randn(units * UNIT_NUMEL, requires_grad=True)
-        with nullcontext() if is_attached else context:
-            y = model(x)
-        y.sum().backward()
-        assert_same_bits([y.detach(), x.grad], [*_outcome(x)])
+        assert_same_bits(_train(model, x, lambda: nullcontext() if is_attached else context), _train(Sines(), x))
 
     stats = memkit.stats("longer")
     assert stats.is_recorded or not is_attached
     assert stats.num_saved >= (29 if is_attached else 28)  # the first may have come before anything was recorded
     assert scaled == [(0, 2 * UNIT_BYTES)]
-
-
-def _outcome(x: Tensor) -> tuple[Tensor, Tensor]:
-    same = x.detach().requires_grad_()
-    y = Sines()(same)
-    y.sum().backward()
-    return y.detach(), same.grad
 
 
 @pytest.mark.parametrize(("scales", "loss", "budget"), [((1, 1), 16, 36), ((1, 1, 1, 1, 2), 20, 90)])

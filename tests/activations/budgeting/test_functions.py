@@ -25,7 +25,7 @@ from memkit.plan import Action
 from memkit.recording import functions as function_notes
 from memkit.recording.recorder import Recorder
 from tests.activations.budgeting.plans import Make, steady
-from tests.activations.cases import assert_same_bits
+from tests.activations.cases import Seeing, assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
 
 pytestmark = [
@@ -172,13 +172,7 @@ def _fails_and_catches(quiet: Quiet, y: Tensor) -> Tensor:
 
 
 def _in_a_mode(_: Quiet, y: Tensor) -> Tensor:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Passing(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    with Passing():
+    with Seeing():
         return y.exp().sin()
 
 

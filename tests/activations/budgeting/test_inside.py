@@ -35,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS, *OF_DYNAMO)
 
 # Which is best
 
+
 CUTS = (  # a block saves 10 bytes, or 4 for one second more, or 2 for three; it is given 1, and its forward takes 6 seconds
     Partition(budget=1.0, saved_bytes=10, given_bytes=1, forward_flops=6.0, backward_flops=12.0),
     Partition(budget=0.5, saved_bytes=4, given_bytes=1, forward_flops=6.0, backward_flops=13.0),

@@ -139,6 +139,7 @@ def _asked(trace: StepTrace) -> list[int]:
 
 # What comes beside saved values, from save to save and from request to request
 
+
 # MiB     op 0  op 1  op 2 | op 3  op 4  op 5
 # extra      1     2     3 |    4     5     6
 # value 1    4     4     4 |    4     4     4   saved as op 0 is over, asked for ahead of op 5

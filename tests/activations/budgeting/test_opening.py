@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -27,8 +27,6 @@ from tests.activations.remat.conftest import NO_PLAN_FITS
 from tests.activations.remat.conftest import dear_ops as dear_ops
 from tests.activations.remat.test_steady import blocks, train
 
-Make = Callable[[], AbstractContextManager[object]]
-
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
 
@@ -48,14 +46,6 @@ class Stages(nn.Module):
         return self.layer(x).exp().cos()
 
 
-def _step(model: nn.Module, x: Tensor, make: Make) -> list[Tensor]:
-    model.zero_grad()
-    with make():
-        y = model(x)
-    y.sum().backward()
-    return [y.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
-
-
 def _stateless(model: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer without states, so that nothing is left free for them."""
     return torch.optim.SGD(model.parameters())
@@ -66,7 +56,7 @@ def test_states_that_are_to_come_keep_steps_from_being_idle() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     recorded = []
     for number in range(8):
-        _step(model, x, partial(memkit.MemoryBudget, "1GiB", "coming", optimizer=optimizer, min_bytes=0, device=device))
+        train(model, x, partial(memkit.MemoryBudget, "1GiB", "coming", optimizer=optimizer, min_bytes=0, device=device))
         recorded.append(memkit.stats("coming").is_recorded)
         if number == 4:
             optimizer.step()
@@ -77,11 +67,11 @@ def test_states_that_are_to_come_keep_steps_from_being_idle() -> None:
 def test_steps_are_idle_from_the_fourth_on_where_all_fits(device: Device) -> None:
     model = Stages().to(device.torch_device)
     x = torch.randn(8, 16, device=device.torch_device)
-    plain = _step(model, x, nullcontext)
+    plain = train(model, x, nullcontext)
     make = partial(memkit.MemoryBudget, "1GiB", "idle", optimizer=_stateless(model), min_bytes=0, device=device)
     recorded = []
     for _ in range(7):
-        assert_same_bits(_step(model, x, make), plain)
+        assert_same_bits(train(model, x, make), plain)
         recorded.append(memkit.stats("idle").is_recorded)
     stats = memkit.stats("idle")
 

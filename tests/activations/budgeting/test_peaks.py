@@ -205,8 +205,6 @@ def test_step_that_has_grown_is_noticed_where_all_fitted_and_somebody_resets_the
     assert max(peaks[10:]) <= budget_bytes
 
 
-# On a GPU, as PyTorch counts them
-
 NUM_SETTLED = 20
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 import memkit
 from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device
-from tests.activations.budgeting.plans import planner_of, random_plan, steady
+from tests.activations.budgeting.plans import Make, planner_of, random_plan, steady
 from tests.activations.cases import assert_same_bits, gradients
 from tests.activations.remat.cases import COMPUTATIONS, NAMES
 from tests.activations.remat.conftest import NO_PLAN_FITS
@@ -23,7 +23,6 @@ from tests.contracts.test_context_orders import ORDERS
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
-Make = Callable[[], AbstractContextManager[object]]
 Step = Callable[["Net", Device, Make], None]
 
 
@@ -184,9 +183,6 @@ def test_any_legal_plan_is_exact(name: str, seed: int, device: Device) -> None:
         assert stats.moved_in_bytes <= stats.moved_out_bytes <= plan.moved_bytes
 
 
-# Changes in the middle of training
-
-
 def test_another_length_is_exact_and_later_planned_as_well(device: Device) -> None:
     net = _net(device)
     make = functools.partial(memkit.MemoryBudget, 0.6, "lengths", min_bytes=0, device=device)
@@ -201,9 +197,6 @@ def test_another_length_is_exact_and_later_planned_as_well(device: Device) -> No
     assert not follows[4]
     assert follows[10]
     assert follows[13]
-
-
-# Writes to what was saved
 
 
 @pytest.mark.parametrize("is_inside", [False, True])

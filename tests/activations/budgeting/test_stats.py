@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import memkit
 from memkit.device import Device, ReferenceDevice
@@ -80,31 +80,6 @@ def test_plan_from_json_is_followed_under_a_new_tag(action: Action) -> None:
     assert plan.offload_bytes == plan.moved_bytes
 
 
-@pytest.mark.parametrize(
-    ("budget", "shown"),
-    [
-        ("12GiB", '<MemoryBudget(tag="shown"): at most 12288.00 MiB of the device; what does not fit leaves or is recomputed>'),
-        (0.5, "at most 50% of the plain step's peak of the device"),
-        ("512B", "at most 512 bytes of the device"),
-    ],
-)
-def test_repr(budget: str | float, shown: str) -> None:
-    assert shown in repr(memkit.MemoryBudget(budget, "shown"))
-
-
-def test_attached_context_has_the_plan_and_the_figures() -> None:
-    device = ReferenceDevice()
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Tanh()) for _ in range(4)))
-    handle = memkit.attach(model, _budget("attached", device, "64KiB"))
-    assert handle.plan is None
-    for _ in range(3):
-        model(torch.linspace(-1, 1, 128).view(8, 16)).square().sum().backward()
-
-    assert handle.stats() == memkit.stats("attached")
-    assert handle.plan.is_plain
-    handle.remove()
-
-
 @pytest.mark.filterwarnings(NO_PLAN_FITS)
 def test_another_budget_under_the_tag_is_another_plan() -> None:
     device = ReferenceDevice()
@@ -123,6 +98,7 @@ def test_another_budget_under_the_tag_is_another_plan() -> None:
 
 
 # The user's word, before a save and after it
+
 
 Word = Callable[[Tensor], Tensor]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,8 +16,10 @@ from memkit.activations.budgeting.state import budget_states
 from memkit.device import Device
 from memkit.plan import Action
 from tests.activations.budgeting.plans import Make, plan_of_some, steady
-from tests.activations.cases import assert_same_bits
+from tests.activations.cases import Seeing, assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
+from tests.activations.remat.conftest import without_collector as without_collector
+from tests.threads import run_in_threads
 
 pytestmark = pytest.mark.filterwarnings(NO_PLAN_FITS)
 
@@ -116,13 +116,7 @@ def _marked(place: int, x: Tensor) -> Tensor:
 
 def _in_a_mode(place: int, x: Tensor) -> Tensor:
     """Depart while another mode is on, which is left again."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Passing(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    with Passing() if place == 2 else nullcontext():
+    with Seeing() if place == 2 else nullcontext():
         return x.sin().cos() if place == 2 else x
 
 
@@ -232,9 +226,7 @@ def another_thread_writes(own: Own, context: Make, departs: bool) -> list[Tensor
         y = own.layer(own.x)
         a = y + 1
         if departs:
-            thread = threading.Thread(target=y.detach().mul_, args=(2,))
-            thread.start()
-            thread.join()
+            run_in_threads(partial(y.detach().mul_, 2))
         out = ((y * own.w).sin() + (a @ own.first).cos().exp()).sum()
         del y, a
     return list(torch.autograd.grad(out, [own.w, own.first, own.layer.weight]))
@@ -321,22 +313,19 @@ def test_step_with_other_inputs_or_backwards_is_exact(
     assert_same_bits(run(follow, True), run(nullcontext, True))
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_bytes_that_are_kept_go_with_the_graph_at_once(device: Device) -> None:
     """After an error of memory the user lets go of the loss, and there is room."""
     blocks, make = _steady(device, Action.RECOMPUTE)
     saved: list[weakref.ref[torch.UntypedStorage]] = []
-    gc.disable()
-    try:
-        with make():
-            y = torch.randn(8, 16).to(device.torch_device).requires_grad_()
-            for block in blocks:
-                y = block(y)
-                saved.append(weakref.ref(y.untyped_storage()))
-            loss = y.square().sum()
-        del y, loss
-        assert [reference() for reference in saved] == [None] * NUM_BLOCKS
-    finally:
-        gc.enable()
+    with make():
+        y = torch.randn(8, 16).to(device.torch_device).requires_grad_()
+        for block in blocks:
+            y = block(y)
+            saved.append(weakref.ref(y.untyped_storage()))
+        loss = y.square().sum()
+    del y, loss
+    assert [reference() for reference in saved] == [None] * NUM_BLOCKS
 
 
 class Small(nn.Module):

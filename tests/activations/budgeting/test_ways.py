@@ -125,6 +125,7 @@ def test_copies_alone_are_tried_where_calls_do_not_keep_to_the_budget_without_th
 
 # The limit
 
+
 BEGIN = (4, None, 500)
 LOWERED = ((1, 1010, 490), (1, 1010, 480), (1, 1010, 470))
 
