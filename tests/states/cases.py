@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -303,8 +303,8 @@ def in_all_ways(cases: Iterable[Case]) -> list[Any]:
     return found
 
 
-def adamw(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, **options)
 
 
 def skip_host_steps(device: Device, way: str) -> None:
@@ -351,6 +351,35 @@ def make_net(device: Device, case: Case | None = None, dtype: torch.dtype = torc
 def batch(device: Device, number: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(number)
     return torch.randn(5, 24, generator=generator).to(device.torch_device, dtype)
+
+
+def make_training(device: Device, kind: Any = adamw, *, net: Any = make_net, dtype: Any = torch.float32, **options: Any) -> Any:
+    """Return a model, and an optimizer of this kind."""
+    model = net(device, dtype=dtype)
+    return model, kind(model.parameters(), **options)
+
+
+class Pair:
+    """Two equal models: one to be stepped plainly, one by a `StateOffload` of its optimizer."""
+
+    def __init__(self, device: Device, kind: Any = adamw, **options: Any) -> None:
+        self.device = device
+        trainings = [make_training(device, kind, **options) for _ in range(2)]
+        (self.plain, self.plain_optimizer), (self.model, self.optimizer) = trainings
+        self.nets, self.optimizers = zip(*trainings, strict=True)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return zip(self.nets, self.optimizers, strict=True)
+
+    def train(self, steps: Iterable[int], *, states: memkit.StateOffload | None = None, **options: Any) -> None:
+        train(self.plain, self.plain_optimizer, self.device, steps, **options)
+        train(self.model, self.optimizer, self.device, steps, states=states, **options)
+
+    def train_plain(self, steps: Iterable[int]) -> None:
+        train(self.plain, self.plain_optimizer, self.device, steps)
+
+    def assert_same(self) -> None:
+        assert_same_training(self.plain, self.plain_optimizer, self.model, self.optimizer)
 
 
 def groups_of(model: Net) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import memkit
 from memkit.device import CpuDevice, Device, ReferenceDevice
 from memkit.errors import BudgetInfeasible, HostMemoryError, StateOffloadError
 from memkit.transfer import ReferenceDisk
-from tests.states.cases import DAdapting, GlobalNorm, ScheduleFree, assert_same, batch, make_net, offload, train
+from tests.states.cases import DAdapting, GlobalNorm, ScheduleFree, assert_same, batch, make_net, make_training, offload, train
 from tests.weights.wrapped import Int8
 
 
@@ -138,8 +138,7 @@ def test_sparse_gradients(device: Device) -> None:
 
 
 def test_capture_and_compilation_are_refused(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
     with offload(optimizer, device):
         model(batch(device, 0)).sum().backward()
         monkeypatch.setattr(type(device), "is_capturing", lambda _: True)
@@ -190,8 +189,7 @@ class _Full(ReferenceDevice):
 def test_no_room_on_the_device_changes_nothing(num_left: int) -> None:
     device = _Full()
     device.num_left = num_left
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
     train(model, optimizer, device, range(1))
     before = _unchanged(optimizer)
 
@@ -203,8 +201,7 @@ def test_no_room_on_the_device_changes_nothing(num_left: int) -> None:
 
 
 def test_a_second_one_is_refused_while_the_first_is_open(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
     with offload(optimizer, device):
         with pytest.raises(ValueError, match=r"this AdamW has a StateOffload already: .* Call close\(\) of that first"):
             offload(optimizer, device)

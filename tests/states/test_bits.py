@@ -18,6 +18,7 @@ from tests.states.cases import (
     Case,
     EightBit,
     Net,
+    Pair,
     assert_same,
     assert_same_training,
     batch,
@@ -25,6 +26,7 @@ from tests.states.cases import (
     groups_of,
     in_all_ways,
     make_net,
+    make_training,
     offload,
     skip_host_steps,
     train,
@@ -65,8 +67,7 @@ def test_steps_as_the_plain_optimizer(
 
 
 def test_states_are_in_host_memory_between_steps(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
 
     with offload(optimizer, device) as states:
         train(model, optimizer, device, range(2))
@@ -79,8 +80,7 @@ def test_states_are_in_host_memory_between_steps(device: Device) -> None:
 
 
 def test_nothing_to_offload_moves_nothing(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model, optimizer = make_training(device, torch.optim.SGD, lr=1e-2)
 
     def hooks() -> set[str]:
         return {name for name, value in vars(optimizer).items() if name.endswith("_hooks") and value}
@@ -94,14 +94,13 @@ def test_nothing_to_offload_moves_nothing(device: Device) -> None:
 
 
 def test_schedulers_made_after(device: Device) -> None:
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (plain, model))
+    pair = Pair(device)
 
-    with offload(optimizer, device):
-        for net, own in ((plain, plain_optimizer), (model, optimizer)):
+    with offload(pair.optimizer, device):
+        for net, own in pair:
             scheduler = torch.optim.lr_scheduler.OneCycleLR(own, 1e-2, total_steps=10)
             train(net, own, device, range(5), scheduler=scheduler)
-        assert_same_training(plain, plain_optimizer, model, optimizer)
+        pair.assert_same()
 
 
 def test_closure_is_run_once(device: Device) -> None:
@@ -130,10 +129,9 @@ def test_closure_is_run_once(device: Device) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_grad_scaler_skips_and_steps(device: Device, fused: bool, way: str) -> None:
     skip_host_steps(device, way)
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused) for net in nets]
-    with offload(optimizers[1], device, **WAYS[way]):
-        for net, own in zip(nets, optimizers, strict=True):
+    pair = Pair(device, fused=fused)
+    with offload(pair.optimizer, device, **WAYS[way]):
+        for net, own in pair:
             scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=4.0)
             for step in range(5):
                 loss = net(torch.full((2, 24), 0.1 * step, device=device.torch_device)).square().mean()
@@ -141,47 +139,42 @@ def test_grad_scaler_skips_and_steps(device: Device, fused: bool, way: str) -> N
                 scaler.step(own)
                 scaler.update()
                 own.zero_grad()
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        pair.assert_same()
 
 
 def test_hooks_set_later_come_first(device: Device) -> None:
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[1], device):
-        for net, own in zip(nets, optimizers, strict=True):
+    pair = Pair(device)
+    with offload(pair.optimizer, device):
+        for net, own in pair:
 
             def clip(own: torch.optim.Optimizer, *_: object, net=net) -> None:
                 torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
 
             own.register_step_pre_hook(clip)
             train(net, own, device, range(3))
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        pair.assert_same()
 
 
 @pytest.mark.parametrize("way", ["device", "host", "disk"])
 def test_states_that_lie_elsewhere_are_adopted(device: Device, way: str) -> None:
     skip_host_steps(device, way)
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    for net, own in zip(nets, optimizers, strict=True):
-        train(net, own, device, range(2))
-    with offload(optimizers[1], device, **WAYS[way]):
-        for net, own in zip(nets, optimizers, strict=True):
-            train(net, own, device, range(2, 4))
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
-        saved = optimizers[1].state_dict()["state"]
-        for number, parameter in enumerate(nets[1].parameters()):
+    pair = Pair(device)
+    pair.train(range(2))
+    with offload(pair.optimizer, device, **WAYS[way]):
+        pair.train(range(2, 4))
+        pair.assert_same()
+        saved = pair.optimizer.state_dict()["state"]
+        for number, parameter in enumerate(pair.model.parameters()):
             if number in saved:
-                optimizers[1].state[parameter]["exp_avg"] = saved[number]["exp_avg"].to(device.torch_device, copy=True)
-        train(nets[0], optimizers[0], device, range(4, 6))
+                pair.optimizer.state[parameter]["exp_avg"] = saved[number]["exp_avg"].to(device.torch_device, copy=True)
+        pair.train_plain(range(4, 6))
         with pytest.warns(UserWarning, match="were put elsewhere"):
-            train(nets[1], optimizers[1], device, range(4, 6))
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            train(pair.model, pair.optimizer, device, range(4, 6))
+        pair.assert_same()
 
 
 def test_repr_and_stats(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
     states = memkit.StateOffload(optimizer, device=device)
     train(model, optimizer, device, range(2))
 

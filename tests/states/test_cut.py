@@ -18,7 +18,19 @@ from memkit.errors import StateOffloadError
 from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.states.windows import CutPiece
-from tests.states.cases import WAYS, Case, EightBit, FailsOnHost, assert_same, assert_same_training, batch, offload, train
+from tests.states.cases import (
+    WAYS,
+    Case,
+    EightBit,
+    FailsOnHost,
+    Pair,
+    assert_same,
+    assert_same_training,
+    batch,
+    make_training,
+    offload,
+    train,
+)
 from tests.states.test_trial import Momentum
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
@@ -64,8 +76,7 @@ def num_cut(states: Any) -> int:
 
 
 def test_states_are_those_of_torch(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device, net=make_net)
     with offload(optimizer, device) as states:
         train(model, optimizer, device, range(1))
         entries = dict(optimizer.state[model.second.weight])
@@ -88,13 +99,11 @@ def test_states_are_those_of_torch(device: Device) -> None:
 @pytest.mark.parametrize("way", ["device", "backward", "host", "beside", "disk", "backward, disk"])
 def test_what_lies_otherwise_is_stepped_whole(way: str) -> None:
     """The elements of a parameter or its states are not adjacent."""
-    device = ReferenceDevice()
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[1], device, **WAYS[way]) as states, warnings.catch_warnings():
+    pair = Pair(device := ReferenceDevice(), net=make_net)
+    with offload(pair.optimizer, device, **WAYS[way]) as states, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "StateOffload: states of .* were put elsewhere")
         for step in range(10):
-            for net, own in zip(nets, optimizers, strict=True):
+            for net, own in pair:
                 weight = net.second.weight
                 if step == 2:
                     weight.data = weight.data.mT.contiguous().mT
@@ -107,32 +116,29 @@ def test_what_lies_otherwise_is_stepped_whole(way: str) -> None:
                     own.state[weight] = {name: value.clone().contiguous() for name, value in own.state[weight].items()}
                 train(net, own, device, [step])
                 states.wait()
-            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            pair.assert_same()
             assert num_cut(states) == (1 if step in ((2, 3) if "disk" in way else (2, 3, 6, 7)) else 2)
     device.synchronize()
     assert not device.races
 
 
 def test_a_gradient_that_lies_otherwise() -> None:
-    device = ReferenceDevice()
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[1], device) as states:
+    pair = Pair(device := ReferenceDevice(), net=make_net)
+    with offload(pair.optimizer, device) as states:
         for step in range(3):
-            for net, own in zip(nets, optimizers, strict=True):
+            for net, own in pair:
                 generator = torch.Generator().manual_seed(step)
                 for parameter in net.parameters():
                     parameter.grad = torch.randn(parameter.size()[::-1], generator=generator).permute(
                         *range(parameter.dim())[::-1]
                     )
                 own.step()
-            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            pair.assert_same()
         assert num_cut(states) == 2
 
 
 def test_no_gradient_is_held(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device, net=make_net)
     with offload(optimizer, device):
         model(batch(device, 0)).square().mean().backward()
         optimizer.step()
@@ -144,8 +150,7 @@ def test_no_gradient_is_held(device: Device) -> None:
 
 
 def test_autograd_sees_what_is_written(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device, net=make_net)
     with offload(optimizer, device) as states:
         loss = model(batch(device, 0)).square().mean()
         loss.backward(retain_graph=True)

@@ -28,6 +28,7 @@ from tests.states.cases import (
     cut,
     is_same,
     make_net,
+    make_training,
     offload,
     train,
 )
@@ -372,9 +373,7 @@ def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
                         self.state[parameter].setdefault("kept", torch.zeros_like(parameter))
             return super().step(closure) if self.param_groups[0]["num"] > 4 else None
 
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = Late(model.parameters())
+    model, optimizer = make_training(device := ReferenceDevice(), Late)
     with memkit.StateOffload(optimizer, device=device):
         train(model, optimizer, device, range(4))
         before = optimizer.param_groups[0]["d"]

@@ -22,7 +22,7 @@ from memkit.states.host_routes import take_fingerprint
 from memkit.states.host_steps import HostSteps
 from memkit.transfer.staging import PromisedEvent
 from tests.refusing import PinLimit
-from tests.states.cases import FailsOnHost, assert_same, cut, make_net, offload, train
+from tests.states.cases import FailsOnHost, assert_same, cut, make_training, offload, train
 
 SIZES = [(64, 48), (48,), (7, 3), (5,), (64, 64), (1,), ()]
 
@@ -328,8 +328,7 @@ def test_a_copy_to_memory_that_is_not_pinned_may_fail(monkeypatch: pytest.Monkey
 
 
 def test_host_follows_cpu_copies(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model, optimizer = make_training(device, fused=True)
     copies = [torch.nn.Parameter(parameter.detach().cpu().clone()) for parameter in model.parameters()]
     reference = torch.optim.AdamW(copies, lr=1e-2, fused=True)
     with offload(optimizer, device, update="host"):
@@ -347,8 +346,7 @@ def test_host_follows_cpu_copies(device: Device) -> None:
 
 @pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 def test_an_error_of_the_class_on_the_host_says_what_is_lost(device: Device) -> None:
-    model = make_net(device)
-    optimizer = FailsOnHost(model.parameters())
+    model, optimizer = make_training(device, FailsOnHost)
     with offload(optimizer, device, update="host"):
         train(model, optimizer, device, range(2))
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))

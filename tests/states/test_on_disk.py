@@ -30,7 +30,17 @@ from memkit.states.on_disk import DiskStates
 from memkit.transfer import ReferenceDisk, staging
 from memkit.transfer.disk import DiskStore, DiskTransfer
 from tests.refusing import PinLimit
-from tests.states.cases import adamw, assert_same, assert_same_training, batch, cut, make_net, offload, train
+from tests.states.cases import (
+    Pair,
+    adamw,
+    assert_same,
+    assert_same_training,
+    batch,
+    cut,
+    make_training,
+    offload,
+    train,
+)
 from tests.states.test_faults import Compared
 from tests.threads import num_own_threads
 
@@ -48,15 +58,13 @@ def test_the_same_bits_on_a_real_disk(
 ) -> None:
     if is_cut:
         cut(monkeypatch)
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = adamw(plain), adamw(model)
+    pair = Pair(device)
     threads = num_own_threads()
-    with offload(optimizer, device, disk=_real_disk(tmp_path), device_budget=budget) as states:
-        train(plain, plain_optimizer, device, range(4), accumulate=2)
-        train(model, optimizer, device, range(4), accumulate=2)
-        assert_same_training(plain, plain_optimizer, model, optimizer)
+    with offload(pair.optimizer, device, disk=_real_disk(tmp_path), device_budget=budget) as states:
+        pair.train(range(4), accumulate=2)
+        pair.assert_same()
         assert (states.plan.resident_bytes > 0) == (budget != 0)
-    assert_same_training(plain, plain_optimizer, model, optimizer)
+    pair.assert_same()
     assert num_own_threads() == threads
     assert list(tmp_path.iterdir()) == []
 
@@ -99,18 +107,15 @@ def test_host_budget_says_how_much_is_in_host_memory() -> None:
 
 
 def test_a_host_budget_without_room_for_the_buffers() -> None:
-    optimizer = adamw(make_net(ReferenceDevice()))
-    disk = ReferenceDisk()
+    model, optimizer = make_training(device := ReferenceDevice())
 
     with pytest.raises(HostMemoryError, match=r"needs a host_budget of at least 8\.00 MiB, for the buffers"):
-        offload(optimizer, ReferenceDevice(), disk=disk, host_budget="1MiB")
-    train(make_net(ReferenceDevice()), optimizer, ReferenceDevice(), range(1))
+        offload(optimizer, device, disk=ReferenceDisk(), host_budget="1MiB")
+    train(model, optimizer, device, range(1))
 
 
 def test_what_is_told() -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = adamw(model)
+    model, optimizer = make_training(device := ReferenceDevice())
     with offload(optimizer, device, disk=ReferenceDisk()) as states:
         train(model, optimizer, device, range(3))
         text = states.plan.explain()
@@ -126,9 +131,7 @@ def test_what_is_told() -> None:
 
 
 def test_what_stands_for_a_state_says_what_to_do() -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = adamw(model)
+    model, optimizer = make_training(device := ReferenceDevice())
     with offload(optimizer, device, disk=ReferenceDisk()):
         train(model, optimizer, device, range(2))
         entries = optimizer.state[model.head.weight]
@@ -153,9 +156,7 @@ def test_what_stands_for_a_state_says_what_to_do() -> None:
 
 
 def test_a_state_dict_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = adamw(model)
+    model, optimizer = make_training(device := ReferenceDevice())
     with offload(optimizer, device, disk=ReferenceDisk()):
         train(model, optimizer, device, range(2))
         with monkeypatch.context() as patch:
@@ -179,9 +180,7 @@ def test_a_state_dict_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPat
     ids=["limit", "full"],
 )
 def test_a_disk_without_room(make: Callable[[], memkit.Disk], has_states: bool) -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = adamw(model)
+    model, optimizer = make_training(device := ReferenceDevice())
     if has_states:
         train(model, optimizer, device, range(2))
     before, threads = copy.deepcopy(optimizer.state_dict()), num_own_threads()
@@ -203,15 +202,13 @@ def _no_room(what: str, offset: int, num_bytes: int) -> int:
 def test_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     device = ReferenceDevice()
     PinLimit(device, monkeypatch, 0)
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = adamw(plain), adamw(model)
+    pair = Pair(device)
     with pytest.warns(UserWarning, match="StateOffload"):
-        states = offload(optimizer, device, disk=ReferenceDisk(seed=3))
+        states = offload(pair.optimizer, device, disk=ReferenceDisk(seed=3))
     with states:
-        train(plain, plain_optimizer, device, range(4))
-        train(model, optimizer, device, range(4))
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-    assert_same_training(plain, plain_optimizer, model, optimizer)
+        pair.train(range(4))
+        pair.assert_same()
+    pair.assert_same()
 
 
 class Faults:
@@ -243,49 +240,44 @@ class Faults:
 @pytest.mark.parametrize("at", [0, 3, 7])
 def test_a_disk_that_fails_when_states_are_put_there(at: int, lasts: bool) -> None:
     device, faults = ReferenceDevice(), Faults()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = adamw(plain), adamw(model)
-    for net, own in ((plain, plain_optimizer), (model, optimizer)):
-        train(net, own, device, range(2))
+    pair = Pair(device)
+    pair.train(range(2))
     faults.arm("write", at, errno.EIO, lasts=lasts)
     try:
-        states = offload(optimizer, device, disk=ReferenceDisk(fault=faults))
+        states = offload(pair.optimizer, device, disk=ReferenceDisk(fault=faults))
     except DiskError:
         states = None
     faults.disarm()
-    assert_same_training(plain, plain_optimizer, model, optimizer)
-    for net, own in ((plain, plain_optimizer), (model, optimizer)):
-        train(net, own, device, range(2, 4))
-    assert_same_training(plain, plain_optimizer, model, optimizer)
+    pair.assert_same()
+    pair.train(range(2, 4))
+    pair.assert_same()
     if states is not None:
         states.close()
-    assert_same_training(plain, plain_optimizer, model, optimizer)
+    pair.assert_same()
 
 
 @pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")
 def test_states_that_are_cleared_while_they_can_not_be_written() -> None:
     device, faults = ReferenceDevice(), Faults()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = adamw(plain), adamw(model)
-    with offload(optimizer, device, disk=ReferenceDisk(fault=faults)):
-        train(plain, plain_optimizer, device, range(2))
-        train(model, optimizer, device, range(2))
-        for net in (plain, model):
+    pair = Pair(device)
+    with offload(pair.optimizer, device, disk=ReferenceDisk(fault=faults)):
+        pair.train(range(2))
+        for net in pair.nets:
             net(batch(device, 50)).square().mean().backward()
-        plain_optimizer.step()
+        pair.plain_optimizer.step()
         faults.arm("write", 0, errno.EIO, lasts=True)
         with pytest.raises(DiskError):
-            optimizer.step()
+            pair.optimizer.step()
         faults.disarm()
-        optimizer.step()
+        pair.optimizer.step()
         faults.arm("write", 0, errno.EIO, lasts=True)
-        optimizer.state_dict()  # tells that some are in buffers only
+        pair.optimizer.state_dict()  # tells that some are in buffers only
         faults.disarm()
-        for net, own in ((plain, plain_optimizer), (model, optimizer)):
+        for net, own in pair:
             own.state.clear()
             net.zero_grad()
             train(net, own, device, range(3, 6))
-        assert_same_training(plain, plain_optimizer, model, optimizer)
+        pair.assert_same()
 
 
 class _Growing(torch.optim.Optimizer):
@@ -312,21 +304,20 @@ class _Growing(torch.optim.Optimizer):
 @pytest.mark.parametrize("lasts", [False, True])
 def test_states_that_grow_past_what_was_planned(lasts: bool) -> None:
     device, faults = ReferenceDevice(), Faults()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _Growing(plain.parameters()), _Growing(model.parameters())
-    with offload(optimizer, device, disk=ReferenceDisk(fault=faults)) as states:
+    pair = Pair(device, _Growing)
+    with offload(pair.optimizer, device, disk=ReferenceDisk(fault=faults)) as states:
         for step in range(6):
-            train(plain, plain_optimizer, device, [step])
-            model(batch(device, 10 * step)).square().mean().backward()
+            pair.train_plain([step])
+            pair.model(batch(device, 10 * step)).square().mean().backward()
             faults.arm("write", 2, errno.EIO, lasts=lasts)
             try:
-                optimizer.step()
+                pair.optimizer.step()
             except DiskError:
                 faults.disarm()
-                optimizer.step()
+                pair.optimizer.step()
             faults.disarm()
-            optimizer.zero_grad()
-        assert_same_training(plain, plain_optimizer, model, optimizer)
+            pair.optimizer.zero_grad()
+        pair.assert_same()
         assert states.stats().disk_written_bytes > states.plan.disk_bytes
 
 
@@ -350,8 +341,7 @@ def test_a_buffer_that_grows_keeps_its_bytes() -> None:
 
 def test_a_disk_that_can_not_be_read_at_the_end() -> None:
     device, faults = ReferenceDevice(), Faults()
-    model = make_net(device)
-    optimizer = adamw(model)
+    model, optimizer = make_training(device)
     states = offload(optimizer, device, disk=ReferenceDisk(fault=faults))
     train(model, optimizer, device, range(3))
     optimizer.state_dict()  # nothing is in a buffer any more
@@ -368,16 +358,14 @@ def test_a_disk_that_can_not_be_read_at_the_end() -> None:
 
 def test_a_state_dict_that_can_not_be_read() -> None:
     device, faults = ReferenceDevice(), Faults()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = adamw(plain), adamw(model)
-    with offload(optimizer, device, disk=ReferenceDisk(fault=faults)):
-        train(plain, plain_optimizer, device, range(3))
-        train(model, optimizer, device, range(3))
+    pair = Pair(device)
+    with offload(pair.optimizer, device, disk=ReferenceDisk(fault=faults)):
+        pair.train(range(3))
         faults.arm("read", 4, errno.EIO, lasts=False)
         with pytest.raises(DiskError, match="reading"):
-            optimizer.state_dict()
+            pair.optimizer.state_dict()
         faults.disarm()
-        assert_same_training(plain, plain_optimizer, model, optimizer)
+        pair.assert_same()
 
 
 # What is taken
@@ -386,8 +374,7 @@ def test_a_state_dict_that_can_not_be_read() -> None:
 def test_nothing_is_left_where_nobody_closes(tmp_path: Path) -> None:
     device = ReferenceDevice()
     threads = num_own_threads()
-    model = make_net(device)
-    optimizer = adamw(model)
+    model, optimizer = make_training(device)
     offload(optimizer, device, disk=_real_disk(tmp_path))
     train(model, optimizer, device, range(2))
     del optimizer
@@ -463,7 +450,7 @@ def test_backwards_that_come_otherwise_than_predicted(
     torch.manual_seed(1)
     plain = _Drawn()
     model = copy.deepcopy(plain)
-    plain_optimizer, optimizer = adamw(plain), adamw(model)
+    plain_optimizer, optimizer = adamw(plain.parameters()), adamw(model.parameters())
     with _offload(optimizer, device, DISKS[kind](), device_budget=budget):
         for step in range(16):
             for net, own in ((plain, plain_optimizer), (model, optimizer)):
@@ -487,22 +474,18 @@ def test_backwards_that_come_otherwise_than_predicted(
 @pytest.mark.parametrize("kind", DISKS)
 def test_states_that_others_put_there_while_the_disk_is_read(kind: str, is_all: bool) -> None:
     """The backward finds them at the parameter, whose states are on their way by then."""
-    device = ReferenceDevice()
-    nets = [make_net(device), make_net(device)]
-    optimizers = [adamw(net) for net in nets]
-    with _offload(optimizers[1], device, DISKS[kind]()) as states:
+    pair = Pair(device := ReferenceDevice())
+    with _offload(pair.optimizer, device, DISKS[kind]()) as states:
         for step in range(5):
-            train(nets[0], optimizers[0], device, [step])
-            train(nets[1], optimizers[1], device, [step], states=states)
-            for net, own in zip(nets, optimizers, strict=True):
+            pair.train([step], states=states)
+            for net, own in pair:
                 saved = copy.deepcopy(own.state_dict()["state"])
                 for number, parameter in enumerate(net.parameters()):
                     if number in (3, 4) and number in saved:
                         found = {name: value * 0.5 for name, value in saved[number].items() if name != "step"}
                         own.state[parameter].update(found if is_all else {"exp_avg": found["exp_avg"]})
-        train(nets[0], optimizers[0], device, [6])
-        train(nets[1], optimizers[1], device, [6], states=states)
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        pair.train([6], states=states)
+        pair.assert_same()
     device.synchronize()
     assert not device.races
 
@@ -513,9 +496,7 @@ def test_states_that_others_put_there_while_the_disk_is_read(kind: str, is_all: 
 @pytest.mark.slow
 def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the backward, each once, and as many ahead as there are buffers."""
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = adamw(model)
+    model, optimizer = make_training(device := ReferenceDevice())
     read, stepped, num_read = list[str](), list[str](), list[int]()
     read_part, step_part = DiskStates.begin_read, DeviceSteps.step
 
@@ -714,8 +695,7 @@ def test_nothing_is_read_over_states_that_are_not_kept_while_they_are_copied(
 ) -> None:
     """If a step leaves no states, no copy comes back to the buffer to tell when the copy from there is done."""
     device = _Noting()
-    nets = [make_net(device), make_net(device)]
-    optimizers = [_Restarting(net.parameters()) for net in nets]
+    pair = Pair(device, _Restarting)
     read, num_read = DiskStore.read, []
 
     def check(self: DiskStore, chunk: Any, span: Any, **options: Any) -> None:
@@ -725,8 +705,8 @@ def test_nothing_is_read_over_states_that_are_not_kept_while_they_are_copied(
         read(self, chunk, span, **options)
 
     monkeypatch.setattr(DiskStore, "read", check)
-    with offload(optimizers[1], device, disk=ReferenceDisk(), when=when):
-        for net, optimizer in zip(nets, optimizers, strict=True):
+    with offload(pair.optimizer, device, disk=ReferenceDisk(), when=when):
+        for net, optimizer in pair:
             train(net, optimizer, device, range(11))
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        pair.assert_same()
     assert num_read

@@ -16,11 +16,13 @@ from memkit.errors import RaceError, StateOffloadError
 from memkit.states import device_steps, host_steps
 from tests.states.cases import (
     FailsOnHost,
+    Pair,
     assert_same,
     assert_same_training,
     batch,
     is_same,
     make_net,
+    make_training,
     offload,
     train,
 )
@@ -158,9 +160,7 @@ def test_models_with_an_optimizer_each_wait_for_their_own(update: str) -> None:
 
 def test_dropped_before_what_was_stepped_on_the_host_came_back() -> None:
     def dropped() -> tuple[nn.Module, weakref.ref[object]]:
-        device = ReferenceDevice()
-        model = make_net(device)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model, optimizer = make_training(device := ReferenceDevice(), fused=True)
         states = offload(optimizer, device, overlap_forward=True, update="host")
         model(batch(device, 0)).square().mean().backward()
         optimizer.step()
@@ -179,9 +179,7 @@ def test_dropped_before_what_was_stepped_on_the_host_came_back() -> None:
 
 
 def test_a_missing_wait_shows() -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device := ReferenceDevice())
     with offload(optimizer, device, overlap_forward=True) as states:
         train(model, optimizer, device, range(2))
         assert states._overlap is not None
@@ -192,8 +190,7 @@ def test_a_missing_wait_shows() -> None:
 
 
 def test_gradients_are_held_until_they_were_read(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
     with offload(optimizer, device, overlap_forward=True) as states:
         model(batch(device, 0)).square().mean().backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -208,9 +205,7 @@ def test_gradients_are_held_until_they_were_read(device: Device) -> None:
 
 
 def test_a_forward_on_another_stream_takes_no_wait_away() -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = make_training(device := ReferenceDevice(), fused=True)
     with offload(optimizer, device, overlap_forward=True) as states:
         train(model, optimizer, device, range(2))
         side = device.new_stream("side")
@@ -298,40 +293,35 @@ def test_the_step_and_the_forward_of_others_do_not_wait_for_the_host() -> None:
 @pytest.mark.parametrize("update", ["device", "host"])
 @pytest.mark.parametrize("swaps", [False, True])
 def test_parameters_written_to_beside_their_step_are_refused(device: Device, update: str, ends: str, swaps: bool) -> None:
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in nets]
-    with offload(optimizers[1], device, overlap_forward=True, update=update) as states:
-        for net, own in zip(nets, optimizers, strict=True):
-            train(net, own, device, range(2))
-        saved = copy.deepcopy((nets[0].state_dict(), optimizers[0].state_dict()))
+    pair = Pair(device, fused=True)
+    with offload(pair.optimizer, device, overlap_forward=True, update=update) as states:
+        pair.train(range(2))
+        saved = copy.deepcopy((pair.plain.state_dict(), pair.plain_optimizer.state_dict()))
         what = {
-            "load": lambda: optimizers[1].load_state_dict(saved[1]),
+            "load": lambda: pair.optimizer.load_state_dict(saved[1]),
             "wait": states.wait,
-            "forward": lambda: nets[1](batch(device, 1)),
-            "step": optimizers[1].step,
+            "forward": lambda: pair.model(batch(device, 1)),
+            "step": pair.optimizer.step,
         }
         if swaps:
-            head = nets[1].head.weight
+            head = pair.model.head.weight
             head.data = head.data.clone()
         else:
-            nets[1].load_state_dict(saved[0])
+            pair.model.load_state_dict(saved[0])
         with pytest.raises(StateOffloadError, match=r"written to beside its step.* Call states\.wait\(\) first"):
             what[ends]()
-        nets[1].load_state_dict(saved[0])
-        optimizers[1].load_state_dict(saved[1])
-        optimizers[1].zero_grad()
+        pair.model.load_state_dict(saved[0])
+        pair.optimizer.load_state_dict(saved[1])
+        pair.optimizer.zero_grad()
         if device.torch_device.type == "cpu" or update == "device":
-            for net, own in zip(nets, optimizers, strict=True):
-                train(net, own, device, range(2, 4))
+            pair.train(range(2, 4))
             states.wait()
-            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            pair.assert_same()
 
 
 @pytest.mark.parametrize("ends", ["wait", "forward", "step", "state_dict"])
 def test_an_error_on_the_host_is_raised_by_what_waits_for_it(ends: str) -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = FailsOnHost(model.parameters())
+    model, optimizer = make_training(device := ReferenceDevice(), FailsOnHost)
     optimizer.told["await"] = has_returned = threading.Event()
     with offload(optimizer, device, overlap_forward=True, update="host") as states:
         model(batch(device, 0)).square().mean().backward()

@@ -23,7 +23,18 @@ from memkit.errors import StateOffloadError
 from memkit.plan import states as state_pieces
 from memkit.states.pieces import ConsumedGradient
 from tests.calls import DEVICE, is_counted, num_calls
-from tests.states.cases import WAYS, EightBit, Make, assert_same, assert_same_training, batch, make_net, offload, train
+from tests.states.cases import (
+    WAYS,
+    EightBit,
+    Make,
+    assert_same,
+    assert_same_training,
+    batch,
+    make_net,
+    make_training,
+    offload,
+    train,
+)
 from tests.threads import num_own_threads
 
 
@@ -31,8 +42,7 @@ from tests.threads import num_own_threads
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["device", "host", "disk", "backward, disk"])
 def test_holds_after_100_steps_what_it_did_after_three(device: Device, way: str) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
     scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=2.0)
     counter = device.memory_counter()
     assert counter is not None
