@@ -22,7 +22,6 @@ from tests.states.cases import (
     assert_same,
     assert_same_training,
     batch,
-    cut,
     groups_of,
     in_all_ways,
     make_net,
@@ -36,13 +35,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the ho
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize(("case", "way", "is_cut"), in_all_ways([*OPTIMIZERS, Case("eight bits", EightBit)]))
-def test_steps_as_the_plain_optimizer(
-    case: Case, way: str, is_cut: bool, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("case", "way", "is_cut"), in_all_ways([*OPTIMIZERS, Case("eight bits", EightBit)]), indirect=["is_cut"]
+)
+def test_steps_as_the_plain_optimizer(case: Case, way: str, is_cut: bool, device: Device) -> None:
     skip_host_steps(device, way)
-    if is_cut:
-        cut(monkeypatch)
     plain, model = make_net(device, case), make_net(device, case)
     plain_optimizer, optimizer = case.make(groups_of(plain)), case.make(groups_of(model))
     plain_scheduler = torch.optim.lr_scheduler.StepLR(plain_optimizer, 2, 0.5)
@@ -191,23 +188,9 @@ def test_repr_and_stats(device: Device) -> None:
 # Schedule-free optimizers begin in eval mode, do not step there, and have other weights in each mode
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "device": {},
-    "host": {"update": "host"},
-    "backward": {"when": "backward"},
-    "overlap": {"overlap_forward": True},
-    "some stay": {"device_budget": "12KiB"},
-}
-
-
-def _made(device: Device) -> tuple[Net, BeginsInEvalMode]:
-    model = make_net(device)
-    return model, BeginsInEvalMode(model.parameters(), beta=0.9)
-
-
 def _trained(device: Device, seed: int, options: dict[str, Any] | None) -> tuple[Net, BeginsInEvalMode, list[Any]]:
     """Train, and change between the modes, evaluate, save and load in an order by chance."""
-    model, optimizer = _made(device)
+    model, optimizer = make_training(device, BeginsInEvalMode, beta=0.9)
     chance, seen = random.Random(seed), list[Any]()
     states = None if options is None else offload(optimizer, device, **options)
     for number in range(8):
@@ -231,21 +214,20 @@ def _trained(device: Device, seed: int, options: dict[str, Any] | None) -> tuple
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_streamed_states_leave_the_bits_of_both_modes(name: str, seed: int, device: Device) -> None:
-    if "update" in OPTIONS[name] and device.torch_device.type != "cpu":
-        pytest.skip("the plain steps differ from the host's in last bits")
-    plain, found = _trained(device, seed, None), _trained(device, seed, OPTIONS[name])
+@pytest.mark.parametrize("way", ["device", "host", "backward", "beside", "some stay"])
+def test_streamed_states_leave_the_bits_of_both_modes(way: str, seed: int, device: Device) -> None:
+    skip_host_steps(device, way)
+    plain, found = _trained(device, seed, None), _trained(device, seed, WAYS[way])
 
-    assert_same_training(plain[0], plain[1], found[0], found[1])
+    assert_same_training(*plain[:2], *found[:2])
     assert_same(plain[2], found[2])
 
 
 def test_the_mode_is_the_users() -> None:
-    model, optimizer = _made(ReferenceDevice())
-    with offload(optimizer, ReferenceDevice()):
+    model, optimizer = make_training(device := ReferenceDevice(), BeginsInEvalMode, beta=0.9)
+    with offload(optimizer, device):
         assert optimizer.param_groups[0]["train_mode"] is False
-        model(batch(ReferenceDevice(), 0)).sum().backward()
+        model(batch(device, 0)).sum().backward()
         with pytest.raises(Exception, match="not in train mode"):
             optimizer.step()
 

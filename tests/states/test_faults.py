@@ -21,6 +21,7 @@ from tests.states.cases import (
     WAYS,
     DAdapting,
     Net,
+    Pair,
     Rebinding,
     ScheduleFree,
     assert_same,
@@ -206,17 +207,7 @@ class Compared:
     has_master=st.booleans(),
     seed=st.sampled_from([None, 1, 2]),
 )
-def test_a_fault_of_the_device(
-    name: str,
-    way: str,
-    at: int,
-    error: type[BaseException],
-    has_states: bool,
-    again: int,
-    is_cut: bool,
-    has_master: bool,
-    seed: int | None,
-) -> None:
+def test_a_fault_of_the_device(name, way, at, error, has_states, again, is_cut, has_master, seed) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
             cut(patch)
@@ -264,16 +255,7 @@ def test_a_fault_of_the_device(
     goes_on=st.booleans(),
     is_cut=st.booleans(),
 )
-def test_a_fault_of_the_optimizer(
-    name: str,
-    way: str,
-    at: int,
-    error: type[BaseException],
-    has_states: bool,
-    is_behind: bool,
-    goes_on: bool,
-    is_cut: bool,
-) -> None:
+def test_a_fault_of_the_optimizer(name, way, at, error, has_states, is_behind, goes_on, is_cut) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
             cut(patch)
@@ -317,15 +299,11 @@ def test_an_error_says_what_was_stepped() -> None:
 
 
 @pytest.mark.parametrize("is_set_to_none", [True, False])
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_gradient_that_a_broken_step_has_unscaled_is_not_stepped_with(
-    is_cut: bool, is_set_to_none: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if is_cut:
-        cut(monkeypatch)
-    device = ReferenceDevice()
-    plain, model = make_net(device), make_net(device)
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in (plain, model)]
+@pytest.mark.parametrize("is_cut", [False, True], indirect=True)
+@pytest.mark.usefixtures("is_cut")
+def test_gradient_that_a_broken_step_has_unscaled_is_not_stepped_with(is_set_to_none, monkeypatch) -> None:
+    pair = Pair(device := ReferenceDevice(), fused=True)
+    (plain, model), optimizers = pair.nets, pair.optimizers
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def step(net: Net, optimizer: torch.optim.Optimizer) -> None:

@@ -36,11 +36,9 @@ def lost_is_named() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("num_lines", NUM_LINES)
-@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_cut", [False, True], indirect=True)
 @pytest.mark.parametrize("way", WAYS)
-def test_step(way: str, is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_cut:
-        cut(monkeypatch)
+def test_step(way: str, is_cut: bool, num_lines: int) -> None:
     threads, held = num_own_threads(), set()
     compared = Compared(ReferenceDevice(), way, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
 
@@ -83,7 +81,7 @@ def test_saving(way: str, num_lines: int) -> None:
 )
 def test_backward_of_streamed_layers(options: dict[str, Any], num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch)
-    trained = Ahead(ReferenceDevice(), torch.optim.AdamW, torch.optim.AdamW, **options)
+    trained = Ahead(ReferenceDevice(), **options)
     for _ in interrupts(trained.step, num_lines, prepare=trained.begin_anew):
         with lost_is_named():
             trained.assert_whole()

@@ -51,16 +51,12 @@ MIB = 2**20
 
 
 @pytest.mark.core(1)
-@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_cut", [False, True], indirect=True)
 @pytest.mark.parametrize("budget", [0, "10KiB"])
-def test_the_same_bits_on_a_real_disk(
-    device: Device, budget: int | str, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if is_cut:
-        cut(monkeypatch)
+def test_the_same_bits_on_a_real_disk(device: Device, budget: int | str, is_cut: bool, tmp_path: Path) -> None:
     pair = Pair(device)
     threads = num_own_threads()
-    with offload(pair.optimizer, device, disk=_real_disk(tmp_path), device_budget=budget) as states:
+    with offload(pair.optimizer, device, disk=_Quiet(tmp_path), device_budget=budget) as states:
         pair.train(range(4), accumulate=2)
         pair.assert_same()
         assert (states.plan.resident_bytes > 0) == (budget != 0)
@@ -69,12 +65,9 @@ def test_the_same_bits_on_a_real_disk(
     assert list(tmp_path.iterdir()) == []
 
 
-def _real_disk(directory: Path) -> memkit.Disk:
-    """Return a disk whose scratch file may go through the system's cache, as on tmpfs: that warns."""
-    return _Quiet(directory)
-
-
 class _Quiet(memkit.Disk):
+    """Its scratch file may go through the system's cache, as on tmpfs: that warns."""
+
     def _make_file(self, num_bytes: int) -> Any:
         file = super()._make_file(num_bytes)
         file.refusal = None
@@ -375,7 +368,7 @@ def test_nothing_is_left_where_nobody_closes(tmp_path: Path) -> None:
     device = ReferenceDevice()
     threads = num_own_threads()
     model, optimizer = make_training(device)
-    offload(optimizer, device, disk=_real_disk(tmp_path))
+    offload(optimizer, device, disk=_Quiet(tmp_path))
     train(model, optimizer, device, range(2))
     del optimizer
     gc.collect()
@@ -385,13 +378,6 @@ def test_nothing_is_left_where_nobody_closes(tmp_path: Path) -> None:
 
 
 # Within the backward: states are read ahead in its order
-
-
-def _offload(optimizer: torch.optim.Optimizer, device: Device, disk: memkit.Disk, **options: Any) -> memkit.StateOffload:
-    return offload(optimizer, device, disk=disk, when="backward", **options)
-
-
-# The same bits
 
 
 class _Drawn(nn.Module):
@@ -439,19 +425,15 @@ DISKS: dict[str, Callable[[], memkit.Disk]] = {
 @pytest.mark.slow
 @pytest.mark.core(1)
 @pytest.mark.parametrize("kind", DISKS)
-@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("is_cut", [False, True], indirect=True)
 @pytest.mark.parametrize("budget", [0, "4KiB"])
-def test_backwards_that_come_otherwise_than_predicted(
-    budget: int | str, is_cut: bool, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if is_cut:
-        cut(monkeypatch)
+def test_backwards_that_come_otherwise_than_predicted(budget: int | str, is_cut: bool, kind: str) -> None:
     device = ReferenceDevice()
     torch.manual_seed(1)
     plain = _Drawn()
     model = copy.deepcopy(plain)
     plain_optimizer, optimizer = adamw(plain.parameters()), adamw(model.parameters())
-    with _offload(optimizer, device, DISKS[kind](), device_budget=budget):
+    with offload(optimizer, device, disk=DISKS[kind](), when="backward", device_budget=budget):
         for step in range(16):
             for net, own in ((plain, plain_optimizer), (model, optimizer)):
                 net(batch(device, step), _drawn_order(step)).square().mean().backward()
@@ -475,7 +457,7 @@ def test_backwards_that_come_otherwise_than_predicted(
 def test_states_that_others_put_there_while_the_disk_is_read(kind: str, is_all: bool) -> None:
     """The backward finds them at the parameter, whose states are on their way by then."""
     pair = Pair(device := ReferenceDevice())
-    with _offload(pair.optimizer, device, DISKS[kind]()) as states:
+    with offload(pair.optimizer, device, disk=DISKS[kind](), when="backward") as states:
         for step in range(5):
             pair.train([step], states=states)
             for net, own in pair:
@@ -512,7 +494,7 @@ def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(DiskStates, "begin_read", note_read)
     monkeypatch.setattr(DeviceSteps, "step", note_step)
-    with _offload(optimizer, device, ReferenceDisk()) as states:
+    with offload(optimizer, device, disk=ReferenceDisk(), when="backward") as states:
         train(model, optimizer, device, range(2), states=states)
         for noted in (read, stepped, num_read):
             noted.clear()
@@ -540,18 +522,7 @@ def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyP
     seed=st.sampled_from([None, 1, 2]),
     is_late=st.booleans(),
 )
-def test_a_disk_that_fails(
-    way: str,
-    what: str,
-    at: int,
-    number: int,
-    lasts: bool,
-    budget: int | str,
-    has_states: bool,
-    is_cut: bool,
-    seed: int | None,
-    is_late: bool,
-) -> None:
+def test_a_disk_that_fails(way, what, at, number, lasts, budget, has_states, is_cut, seed, is_late) -> None:
     """Each parameter is as before the step or as after it, and the step can be ended; or an error names partly stepped ones."""
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
@@ -630,7 +601,7 @@ def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monk
     model = copy.deepcopy(plain)
     optimizers = [torch.optim.AdamW(net.parameters()) for net in (plain, model)]
     with pytest.warns(UserWarning, match="did not pin"):
-        states = _offload(optimizers[1], device, _Prompt(), host_budget="22MiB")
+        states = offload(optimizers[1], device, disk=_Prompt(), when="backward", host_budget="22MiB")
     with states:
         assert [piece.is_on_disk for piece in states.plan.pieces] == [True] * 5 + [False] * 7
         for order in (range(12), [4, 11]):  # behind the last one, the two before it are on their way

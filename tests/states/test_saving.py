@@ -14,7 +14,6 @@ from torch.distributed.checkpoint import state_dict as dcp
 
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
-from memkit.transfer import ReferenceDisk
 from tests.interrupts import count_lines, interrupt, spread
 from tests.states.cases import (
     OPTIMIZERS,
@@ -23,7 +22,6 @@ from tests.states.cases import (
     Pair,
     assert_resumes,
     assert_same,
-    cut,
     in_all_ways,
     make_training,
     offload,
@@ -34,17 +32,13 @@ from tests.states.cases import (
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 
 
+RESUMING = [case for case in OPTIMIZERS if case.name != "rebinding"]  # which counts outside
+
+
 @pytest.mark.covering(2)
-@pytest.mark.parametrize(
-    ("case", "way", "is_cut"),
-    in_all_ways(case for case in OPTIMIZERS if case.name != "rebinding"),  # it counts outside
-)
-def test_resumes_into_and_from_plain_torch(
-    case: Case, way: str, is_cut: bool, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("case", "way", "is_cut"), in_all_ways(RESUMING), indirect=["is_cut"])
+def test_resumes_into_and_from_plain_torch(case: Case, way: str, is_cut: bool, device: Device, tmp_path: Path) -> None:
     skip_host_steps(device, way)
-    if is_cut:
-        cut(monkeypatch)
     assert_resumes(case, device, tmp_path, num_steps_before=(0, 1), **WAYS[way])
 
 
@@ -159,13 +153,7 @@ def test_loading_keeps_the_precision_that_the_optimizer_keeps(device: Device, bu
 # Loading that is broken off: states are the old or the loaded ones, or an error says that they are neither
 
 
-LOADED_WAYS: dict[str, dict[str, Any]] = {
-    "device": {},
-    "some stay": {"device_budget": 8192},
-    "host": {"update": "host"},
-    "backward": {"when": "backward"},
-    "disk": {"disk": ReferenceDisk()},
-}
+LOADED_WAYS = "device", "some stay", "host", "backward", "disk"
 
 
 class Broken(dict[Any, Any]):
@@ -222,7 +210,7 @@ def test_interrupts_at_any_line(way: str, num_lines: int) -> None:
     for number in range(3):
         saved.append(copy.deepcopy((pair.plain.state_dict(), pair.plain_optimizer.state_dict())))
         pair.train_plain(range(number, number + 1))
-    with offload(pair.optimizer, device, **LOADED_WAYS[way]) as states:
+    with offload(pair.optimizer, device, **WAYS[way]) as states:
 
         def load(number: int) -> None:
             pair.model.load_state_dict(saved[number][0])
