@@ -17,7 +17,7 @@ from memkit.states.at_rest import StatesAtRest
 from memkit.states.memory import HostStates
 from memkit.states.on_disk import DiskStates
 from memkit.states.pieces import Piece, StateRecord
-from tests.states.cases import assert_same, offload
+from tests.states.cases import PerParameter, assert_same, offload
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel"),
@@ -126,22 +126,20 @@ def test_parameters_that_become_float64(device: Device, update: str) -> None:
     assert_as_plain(device, lambda: make(9), lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), loop, update=update)
 
 
-class Breaking(torch.optim.Optimizer):
+class Breaking(PerParameter):
     """Steps, and then fails if told so."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 0.1})
+        super().__init__(parameters, lr=0.1)
         self.told = {"fails": False}
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for parameter in parameters:
-            if parameter.grad is not None:
-                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                parameter.sub_(mean.add_(parameter.grad), alpha=0.1)
-        if self.told["fails"] and parameters:
+        super().step()
+        if self.told["fails"] and any(group["params"] for group in self.param_groups):
             raise ArithmeticError("no")
+
+    def step_one(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+        parameter.sub_(state.setdefault("mean", torch.zeros_like(parameter)).add_(parameter.grad), alpha=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:StateOffload. states of")

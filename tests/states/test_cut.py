@@ -24,6 +24,7 @@ from tests.states.cases import (
     EightBit,
     FailsOnHost,
     Pair,
+    PerParameter,
     assert_same,
     assert_same_training,
     batch,
@@ -291,28 +292,22 @@ def test_one_that_turns_out_not_to_be_elementwise_is_told() -> None:
         assert_same(optimizer.state_dict(), saved[1])
 
 
-class Averaged(torch.optim.Optimizer):
+class Averaged(PerParameter):
     """Steps by a mean of gradients; it may write to gradients, keep one more state, and fail."""
 
     def __init__(self, parameters: Any, *, unscales: bool = False) -> None:
-        super().__init__(parameters, {"lr": 0.1, "amsgrad": False})
+        super().__init__(parameters, lr=0.1, amsgrad=False)
         self.unscales = unscales
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if self.unscales:
-                    parameter.grad.mul_(1 / 1024)
-                if not parameter.grad.isfinite().all():
-                    raise ArithmeticError("not finite")
-                state = self.state[parameter]
-                mean = state.setdefault("mean", torch.zeros_like(parameter))
-                if group["amsgrad"]:
-                    state.setdefault("most", torch.zeros_like(parameter))
-                parameter.sub_(mean.lerp_(parameter.grad, 0.1), alpha=group["lr"])
+    def step_one(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+        if self.unscales:
+            parameter.grad.mul_(1 / 1024)
+        if not parameter.grad.isfinite().all():
+            raise ArithmeticError("not finite")
+        mean = state.setdefault("mean", torch.zeros_like(parameter))
+        if group["amsgrad"]:
+            state.setdefault("most", torch.zeros_like(parameter))
+        parameter.sub_(mean.lerp_(parameter.grad, 0.1), alpha=group["lr"])
 
 
 def averaged(**options: Any) -> tuple[nn.Parameter, Averaged]:

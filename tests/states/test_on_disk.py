@@ -32,6 +32,7 @@ from memkit.transfer.disk import DiskStore, DiskTransfer
 from tests.refusing import PinLimit
 from tests.states.cases import (
     Pair,
+    PerParameter,
     adamw,
     assert_same,
     assert_same_training,
@@ -273,25 +274,16 @@ def test_states_that_are_cleared_while_they_can_not_be_written() -> None:
         pair.assert_same()
 
 
-class _Growing(torch.optim.Optimizer):
+class _Growing(PerParameter):
     """Has more states from its third step on."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    state["count"] = state.get("count", 0) + 1
-                    state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
-                    if state["count"] > 2:
-                        state.setdefault("square", torch.ones_like(parameter)).mul_(1.5)
-                        state.setdefault("cube", torch.ones_like(parameter, dtype=torch.float64)).mul_(1.5)
-                    parameter.sub_(group["lr"] * state["mean"])
-        return None
+    def step_one(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        state["count"] = state.get("count", 0) + 1
+        state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+        if state["count"] > 2:
+            state.setdefault("square", torch.ones_like(parameter)).mul_(1.5)
+            state.setdefault("cube", torch.ones_like(parameter, dtype=torch.float64)).mul_(1.5)
+        parameter.sub_(group["lr"] * state["mean"])
 
 
 @pytest.mark.parametrize("lasts", [False, True])
@@ -618,25 +610,16 @@ def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monk
         assert_same_training(plain, optimizers[0], model, optimizers[1])
 
 
-class _Restarting(torch.optim.Optimizer):
+class _Restarting(PerParameter):
     """Begins anew every fifth step, behind the last use of its states."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                mean = state.setdefault("mean", torch.zeros_like(parameter))
-                mean.mul_(0.9).add_(parameter.grad)
-                parameter.sub_(mean, alpha=group["lr"])
-                state["count"] = state.get("count", 0) + 1
-                if state["count"] == 5:
-                    state.clear()
+    def step_one(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(parameter))
+        mean.mul_(0.9).add_(parameter.grad)
+        parameter.sub_(mean, alpha=group["lr"])
+        state["count"] = state.get("count", 0) + 1
+        if state["count"] == 5:
+            state.clear()
 
 
 class _Noting(ReferenceDevice):

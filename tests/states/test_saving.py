@@ -20,6 +20,7 @@ from tests.states.cases import (
     WAYS,
     Case,
     Pair,
+    PerParameter,
     assert_resumes,
     assert_same,
     in_all_ways,
@@ -124,22 +125,13 @@ def test_distributed_checkpoint(device: Device, full: bool, update: str) -> None
 
 @pytest.mark.parametrize("budget", [0, 4096])
 def test_loading_keeps_the_precision_that_the_optimizer_keeps(device: Device, budget: int) -> None:
-    class Precise(torch.optim.Optimizer):
+    class Precise(PerParameter):
         """Keeps float32 states of parameters of any precision."""
 
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {"lr": 1e-2})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        state = self.state[parameter]
-                        mean = state.setdefault("mean", torch.zeros_like(parameter, dtype=torch.float32))
-                        mean.lerp_(parameter.grad.float(), 0.1)
-                        parameter.sub_((group["lr"] * mean).to(parameter.dtype))
-            return None
+        def step_one(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
+            mean = state.setdefault("mean", torch.zeros_like(parameter, dtype=torch.float32))
+            mean.lerp_(parameter.grad.float(), 0.1)
+            parameter.sub_((group["lr"] * mean).to(parameter.dtype))
 
     pair = Pair(device, Precise, dtype=torch.bfloat16)
     pair.train_plain(range(3))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -83,18 +84,12 @@ def _small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
 
 
-@pytest.fixture
-def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pin without touching: gigabytes of addresses cost a test nothing."""
-    monkeypatch.setattr(host_memory.Addresses, "commit", lambda self, device, start, end: device.pin(self.bytes[start:end]))
+UNTOUCHED: Any = host_memory.Addresses, "commit", lambda self, device, start, end: device.pin(self.bytes[start:end])
+"""Pins without touching: gigabytes of addresses cost a test nothing."""
 
 
 def _set_meminfo(available_bytes: int, total_bytes: int = 0) -> None:
     host_memory.MEMINFO.write_text(f"MemTotal: {total_bytes // 1024} kB\nMemAvailable:  {available_bytes // 1024} kB\n")
-
-
-def _addresses(span: Span) -> list[tuple[int, int]]:
-    return [(piece.data_ptr(), piece.data_ptr() + piece.numel()) for piece in span.pieces]
 
 
 # Places
@@ -146,7 +141,7 @@ def test_pinned_memory_is_not_copied_by_a_fork() -> None:
 def test_spans_are_aligned_apart_and_cut_at_segment_edges(steps: list[tuple[int, int, bool]], loose_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arena, "LOOSE_BYTES", loose_bytes)
-        patch.setattr(host_memory.Addresses, "commit", lambda self, device, start, end: device.pin(self.bytes[start:end]))
+        patch.setattr(*UNTOUCHED)
         device = CountingDevice()
         host, spans = Arena(device), list[Span]()
         for size, which, is_give in steps:
@@ -155,7 +150,7 @@ def test_spans_are_aligned_apart_and_cut_at_segment_edges(steps: list[tuple[int,
             else:
                 spans.append(host.take(size))
 
-            pieces = sorted(address for span in spans for address in _addresses(span))
+            pieces = sorted((at := piece.data_ptr(), at + piece.numel()) for span in spans for piece in span.pieces)
             assert all(before[1] <= after[0] for before, after in itertools.pairwise(pieces))
             assert all(start % 512 == 0 for start, _ in pieces)
             for start, end in pieces:
@@ -177,7 +172,7 @@ def test_spans_are_aligned_apart_and_cut_at_segment_edges(steps: list[tuple[int,
 @given(st.lists(st.integers(1, 3 * MIB), min_size=1, max_size=12), st.lists(st.sets(st.integers(0, 11)), max_size=8))
 def test_changing_steps_in_reverse_order_never_leave_gaps(sizes: list[int], subsets: list[set[int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_memory.Addresses, "commit", lambda self, device, start, end: device.pin(self.bytes[start:end]))
+        patch.setattr(*UNTOUCHED)
         host = Arena(CountingDevice())
         for subset in subsets:
             spans = [host.take(size) for index, size in enumerate(sizes) if index in subset]
@@ -188,9 +183,9 @@ def test_changing_steps_in_reverse_order_never_leave_gaps(sizes: list[int], subs
         assert host.held_bytes - host.peak_in_use_bytes < PAGE
 
 
-@pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_above_a_gibibyte_little_more_is_held_than_was_in_use(seed: int) -> None:
+def test_above_a_gibibyte_little_more_is_held_than_was_in_use(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*UNTOUCHED)
     host, rng = Arena(CountingDevice()), random.Random(seed)
     num_scattered = 0
     for _ in range(20):
@@ -227,16 +222,11 @@ def test_spans_that_are_pinned_as_one() -> None:
 
 
 def test_spans_that_are_pinned_as_one_are_taken_together_or_not_at_all() -> None:
-    host = Arena(CountingDevice(), limit_bytes=4 * PAGE)
-
-    with pytest.raises(HostMemoryError, match="host_limit_bytes"):
-        host.take_pinned_as_one([PAGE] * 5)
-
-    assert (host.in_use_bytes, host.held_bytes) == (0, 0)
-    failing = Arena(CountingDevice(failing_pins=(2,)))
-    with pytest.raises(HostMemoryError, match="pins no more"):
-        failing.take_pinned_as_one([PAGE] * 3)
-    assert (failing.in_use_bytes, failing.held_bytes) == (0, 0)
+    limited, failing = Arena(CountingDevice(), limit_bytes=4 * PAGE), Arena(CountingDevice(failing_pins=(2,)))
+    for host, message in ((limited, "host_limit_bytes"), (failing, "pins no more")):
+        with pytest.raises(HostMemoryError, match=message):
+            host.take_pinned_as_one([PAGE] * 5)
+        assert (host.in_use_bytes, host.held_bytes) == (0, 0)
 
 
 def test_scatters_a_span_rather_than_hold_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,10 +414,8 @@ def test_trim_gives_back_whole_free_segments_from_the_high_end() -> None:
 def test_memory_that_a_copy_may_still_read_is_not_given_back(act: Callable[[Arena], None]) -> None:
     device, pending = CountingDevice(), ManualEvent()
     host = Arena(device)
-    first, second, third = host.take(PAGE), host.take(PAGE), host.take(PAGE)
-    host.give(first)
-    host.give(second, pending)
-    host.give(third)
+    for span, last_use in zip([host.take(PAGE) for _ in range(3)], (None, pending, None), strict=True):
+        host.give(span, last_use)
 
     act(host)
     assert host.held_bytes == 2 * PAGE
@@ -695,27 +683,3 @@ def test_interrupted_arena_neither_loses_memory_nor_gives_it_to_two(trims: bool)
         assert sum(pinned.numel() for pinned in case.device._pinned) == case.arena.held_bytes, place
         for span in spans:
             case.arena.give(span)
-
-
-# Free ranges
-
-
-@pytest.mark.parametrize(
-    ("act", "taken", "left"),
-    [
-        (lambda gaps: gaps.take(4), ((20, 24),), [(0, 2), (24, 26), (40, 44)]),  # of the lowest that is large enough
-        (lambda gaps: gaps.take(2), ((0, 2),), [(20, 26), (40, 44)]),
-        (lambda gaps: gaps.take(7), (), [(0, 2), (20, 26), (40, 44)]),
-        (lambda gaps: gaps.take(9, scatters=True), ((20, 26), (40, 43)), [(0, 2), (43, 44)]),  # of the largest
-        (lambda gaps: gaps.free((26, 40)), None, [(0, 2), (20, 44)]),
-        (lambda gaps: gaps.cut((1, 42)), None, [(0, 1), (42, 44)]),
-    ],
-)
-def test_free_ranges(act: Callable[[host_memory.Gaps], object], taken: object, left: list[tuple[int, int]]) -> None:
-    gaps = host_memory.Gaps()
-    for byte_range in [(20, 26), (0, 2), (40, 44)]:
-        gaps.free(byte_range)
-
-    assert act(gaps) == taken
-    assert gaps.ranges == left
-    assert gaps.num_bytes == sum(end - start for start, end in left)

@@ -379,9 +379,7 @@ def test_without_direct_reads_it_says_so(tmp_path: Path, monkeypatch: pytest.Mon
         ("open", errno.EACCES, "found: Permission denied"),
     ],
 )
-def test_file_that_cannot_be_made_is_told_before_anything_moves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, message: str
-) -> None:
+def test_file_that_cannot_be_made_is_told_before_anything_moves(tmp_path, monkeypatch, call, number, message) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
