@@ -244,7 +244,6 @@ OPTIMIZERS = [
     Case("early", Early),
 ]
 """Every dense class of `torch.optim`, in each of its ways, and some user-made ones."""
-
 _OFTEN = (
     *("Adam loop", "AdamW fused", "RMSprop foreach", "SGD fused", "Adafactor loop", "Muon", "AdamW lr tensor", "schedule free"),
     "rebinding",

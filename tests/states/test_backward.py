@@ -491,15 +491,8 @@ def test_groups_that_are_copied_behind_the_backward_are_written_to_once(device: 
     assert all(map(torch.equal, parameters, plain))
 
 
-# Backwards that fail
-
-
 FAILING_WAYS: dict[str, dict[str, Any]] = {update: {"update": update} for update in ("device", "host")}
-
-
 FAILING_WAYS |= {"disk": {"disk": ReferenceDisk()}, "layered": {"streams": True}, "layered without states": {"streams": True}}
-
-
 LOOPS = ["zeroed ahead", "filled with zeros ahead", "zeroed behind", "never zeroed"]
 
 

@@ -89,14 +89,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> _Seen:
 
 
 MARKS_BYTES = 16
-
-
 """Two fingerprints, which the thread compares."""
-
-
 VIEWS = ("detach", "alias", "view", "empty", "set_")
-
-
 """They touch no bytes."""
 
 

@@ -21,7 +21,6 @@ from tests.states.test_layered import Ahead
 from tests.threads import num_own_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")
-
 NUM_LINES = [5, pytest.param(40, marks=pytest.mark.slow)]
 
 

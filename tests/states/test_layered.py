@@ -33,8 +33,6 @@ from tests.states.test_on_disk import Faults
 from tests.weights.cases import RUNS, WIDTH, Block, Stack, inputs, only_lora
 
 Make = Callable[[Any], torch.optim.Optimizer]
-
-
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": partial(torch.optim.AdamW, lr=0.01),
     "AdamW foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
@@ -262,9 +260,6 @@ def test_states_that_stay_on_the_device(device: Device) -> None:
     both.close()
 
 
-# What comes and goes
-
-
 @pytest.mark.slow
 def test_layers_that_come_to_stay_on_the_device(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     def half(candidates: Any, times: Any, plan: Any, **options: Any) -> Any:
@@ -326,9 +321,6 @@ def test_nothing_is_left_once_both_are_closed() -> None:
     assert all(not weight._backward_hooks and not weight._post_accumulate_grad_hooks for weight in model.parameters())
 
 
-# What is refused
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -379,9 +371,6 @@ def test_gradient_that_no_backward_has_brought_is_refused(device: Device) -> Non
     both.optimizer.step()
     both.step()
     both.close()
-
-
-# What is on its way
 
 
 def _is_behind_steps(both: Both) -> bool:
@@ -440,8 +429,6 @@ def test_parts_of_a_layer_are_stepped_in_backwards_of_their_own(device: Device) 
 
     both.close()
 
-
-# What goes wrong
 
 KINDS = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
 

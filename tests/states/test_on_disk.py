@@ -48,9 +48,6 @@ from tests.threads import num_own_threads
 MIB = 2**20
 
 
-# The same bits
-
-
 @pytest.mark.core(1)
 @pytest.mark.parametrize("is_cut", [False, True], indirect=True)
 @pytest.mark.parametrize("budget", [0, "10KiB"])
@@ -73,9 +70,6 @@ class _Quiet(memkit.Disk):
         file = super()._make_file(num_bytes)
         file.refusal = None
         return file
-
-
-# Where states are
 
 
 @pytest.mark.slow
@@ -146,9 +140,6 @@ def test_what_stands_for_a_state_says_what_to_do() -> None:
         optimizer.step()
 
 
-# Saving and loading
-
-
 def test_a_state_dict_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = make_training(device := ReferenceDevice())
     with offload(optimizer, device, disk=ReferenceDisk()):
@@ -159,9 +150,6 @@ def test_a_state_dict_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPat
                 optimizer.state_dict()
         train(model, optimizer, device, range(2, 3))
         assert len(optimizer.state_dict()["state"]) == 9
-
-
-# What goes wrong
 
 
 @pytest.mark.parametrize("has_states", [False, True])
@@ -353,9 +341,6 @@ def test_a_state_dict_that_can_not_be_read() -> None:
         pair.assert_same()
 
 
-# What is taken
-
-
 def test_nothing_is_left_where_nobody_closes(tmp_path: Path) -> None:
     device = ReferenceDevice()
     threads = num_own_threads()
@@ -464,9 +449,6 @@ def test_states_that_others_put_there_while_the_disk_is_read(kind: str, is_all: 
     assert not device.races
 
 
-# What is where, and when
-
-
 @pytest.mark.slow
 def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the backward, each once, and as many ahead as there are buffers."""
@@ -495,9 +477,6 @@ def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyP
         assert read == stepped
         assert num_read == [4, 5, 6, 7, 8, 9, 9, 9, 9]
         optimizer.step()
-
-
-# What goes wrong
 
 
 @pytest.mark.slow

@@ -31,8 +31,6 @@ from tests.states.cases import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
-
-
 RESUMING = [case for case in OPTIMIZERS if case.name != "rebinding"]  # which counts outside
 
 

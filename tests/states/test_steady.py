@@ -178,9 +178,6 @@ def test_states_that_stay_are_there_once(device: Device) -> None:
         assert len(own) == 3  # AdamW's two, and the parameter as it was
 
 
-# All states fit, or nobody calls close
-
-
 @pytest.mark.parametrize("options", [{"overlap_forward": True}, {"when": "backward"}], ids=str)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_gradients_are_let_go_also_where_all_states_fit(device: Device, kind: Any, options: Any) -> None:

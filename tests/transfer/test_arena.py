@@ -92,9 +92,6 @@ def _set_meminfo(available_bytes: int, total_bytes: int = 0) -> None:
     host_memory.MEMINFO.write_text(f"MemTotal: {total_bytes // 1024} kB\nMemAvailable:  {available_bytes // 1024} kB\n")
 
 
-# Places
-
-
 def test_equal_steps_find_the_same_places_and_pin_once() -> None:
     host, rng = Arena(CountingDevice()), random.Random(0)
     sizes = [rng.randrange(1, 2 * MIB) for _ in range(20)]
@@ -129,9 +126,6 @@ def test_pinned_memory_is_not_copied_by_a_fork() -> None:
             flags = line
 
     assert " wf" in flags
-
-
-# Properties
 
 
 @settings(max_examples=15)
@@ -247,9 +241,6 @@ def test_scatters_a_span_rather_than_hold_too_much(monkeypatch: pytest.MonkeyPat
     assert host.take(2 * MIB).ranges == ((3 * MIB, 5 * MIB),)
 
 
-# Last uses
-
-
 def test_bytes_taken_again_carry_all_pending_last_uses() -> None:
     host = Arena(CpuDevice())
     first, second, third, done = (ManualEvent() for _ in range(4))
@@ -336,9 +327,6 @@ def test_copies_that_start_together_come_behind_what_reads_their_spans_still() -
     device.synchronize()
     assert set(byte_view(target).tolist()) == {0}
     assert not device.races
-
-
-# Reserving and giving back
 
 
 def test_reserve_runs_ahead_of_take() -> None:
@@ -450,9 +438,6 @@ def test_span_is_given_once_and_to_its_arena() -> None:
     host.take(512)
     with pytest.raises(AssertionError, match="twice"):
         host.give(span)
-
-
-# Failures and limits
 
 
 def test_segment_that_could_not_be_pinned_is_passed_over() -> None:
@@ -595,9 +580,6 @@ def test_addresses_are_halved_until_the_system_gives_them(monkeypatch: pytest.Mo
         host.take(2**30)
 
 
-# Threads
-
-
 def test_threads_share_an_arena() -> None:
     host = Arena(CountingDevice(pin_s=0.001))
     host.reserve(8 * PAGE)
@@ -627,8 +609,6 @@ def test_threads_share_an_arena() -> None:
     host.close()
     assert host.held_bytes == 0
 
-
-# Interrupts
 
 SIZES = (PAGE // 2, PAGE, 1000, 3 * PAGE // 2)
 

@@ -211,9 +211,6 @@ def test_all_but_the_last_page_of_an_aligned_chunk_needs_no_buffer(host: Host) -
     assert blocks[-1].num_bytes == 5
 
 
-# Failures
-
-
 def test_failed_write_loses_nothing(host: Host) -> None:
     faults = Faults()
     store = ReferenceDisk(fault=faults).open(64 * MIB, host.device)

@@ -117,9 +117,6 @@ class Gate:
         return gated
 
 
-# Bytes and order
-
-
 @pytest.mark.usefixtures("limit")
 def test_what_went_out_comes_back(device: Device) -> None:
     case = Case(device)
@@ -194,9 +191,6 @@ def test_several_pieces_are_one_copy(device: Device, monkeypatch: pytest.MonkeyP
     case.close()
 
 
-# Events that a thread is yet to record
-
-
 @pytest.mark.usefixtures("limit")
 def test_asking_for_a_copy_does_not_wait_for_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(device)
@@ -251,9 +245,6 @@ def test_device_that_runs_at_once_waits_for_the_thread(monkeypatch: pytest.Monke
     device.synchronize(out.done)
     assert torch.equal(case.spans[1].whole, content(case.spans[1], 5))
     case.close()
-
-
-# Failures
 
 
 @pytest.mark.usefixtures("limit")
@@ -404,9 +395,6 @@ def test_close_with_copies_under_way_waits_for_them(device: Device, limit: PinLi
             case.assert_holds(storage, 1 + number)
         del storages, storage
         assert not limit.pinned
-
-
-# What the reference device shows
 
 
 def test_event_is_not_taken_before_it_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
