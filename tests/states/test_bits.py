@@ -63,17 +63,19 @@ def test_steps_as_the_plain_optimizer(case: Case, way: str, is_cut: bool, device
     assert not getattr(device, "races", None)
 
 
-def test_states_are_in_host_memory_between_steps(device: Device) -> None:
+@pytest.mark.parametrize("budget", [0, 16384])
+def test_states_are_in_host_memory_between_steps(device: Device, budget: int) -> None:
     model, optimizer = make_training(device)
-
-    with offload(optimizer, device) as states:
+    with offload(optimizer, device, device_budget=budget) as states:
         train(model, optimizer, device, range(2))
         moved = states.stats()
         assert moved.d2h_bytes == 2 * moved.h2d_bytes > 0
-        for entries in optimizer.state.values():
+        assert (states.plan.resident_bytes > 0) == (budget > 0)
+        found = optimizer.state_dict()["state"] if budget else optimizer.state  # all of a state dict is there
+        for entries in found.values():
             for name in ("exp_avg", "exp_avg_sq"):
                 assert entries[name].device.type == "cpu"
-                assert entries[name].untyped_storage().nbytes() == entries[name].nbytes
+                assert budget or entries[name].untyped_storage().nbytes() == entries[name].nbytes
 
 
 def test_nothing_to_offload_moves_nothing(device: Device) -> None:

@@ -33,9 +33,7 @@ from tests.refusing import PinLimit
 from tests.states.cases import (
     Pair,
     PerParameter,
-    adamw,
     assert_same,
-    assert_same_training,
     batch,
     cut,
     make_training,
@@ -360,8 +358,9 @@ def test_nothing_is_left_where_nobody_closes(tmp_path: Path) -> None:
 class _Drawn(nn.Module):
     """Layers of several sizes, of which each forward takes some, in any order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
+        torch.manual_seed(1)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(24, inner), nn.Linear(inner, 24, bias=False)) for inner in (8, 64, 24, 3, 100, 40)
         )
@@ -405,23 +404,19 @@ DISKS: dict[str, Callable[[], memkit.Disk]] = {
 @pytest.mark.parametrize("is_cut", [False, True], indirect=True)
 @pytest.mark.parametrize("budget", [0, "4KiB"])
 def test_backwards_that_come_otherwise_than_predicted(budget: int | str, is_cut: bool, kind: str) -> None:
-    device = ReferenceDevice()
-    torch.manual_seed(1)
-    plain = _Drawn()
-    model = copy.deepcopy(plain)
-    plain_optimizer, optimizer = adamw(plain.parameters()), adamw(model.parameters())
-    with offload(optimizer, device, disk=DISKS[kind](), when="backward", device_budget=budget):
+    pair = Pair(device := ReferenceDevice(), net=_Drawn)
+    with offload(pair.optimizer, device, disk=DISKS[kind](), when="backward", device_budget=budget):
         for step in range(16):
-            for net, own in ((plain, plain_optimizer), (model, optimizer)):
+            for net, own in pair:
                 net(batch(device, step), _drawn_order(step)).square().mean().backward()
                 if step % 4 == 1:
                     own.state_dict()  # with parameters on their way that the backward has not come to
                 own.step()
                 own.zero_grad()
-            assert_same(plain.state_dict(), model.state_dict(), f"parameters after step {step}")
+            assert_same(pair.plain.state_dict(), pair.model.state_dict(), f"parameters after step {step}")
             if step % 5 == 4:
-                assert_same(plain_optimizer.state_dict(), optimizer.state_dict(), f"states after step {step}")
-    assert_same_training(plain, plain_optimizer, model, optimizer)
+                pair.assert_same()
+    pair.assert_same()
     device.synchronize()
     assert not device.races
 
@@ -569,15 +564,14 @@ def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monk
     PinLimit(device, monkeypatch, 8 * MIB)  # the disk's need
     torch.manual_seed(0)
     plain = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(12))
-    model = copy.deepcopy(plain)
-    optimizers = [torch.optim.AdamW(net.parameters()) for net in (plain, model)]
+    pair = Pair(device, net=lambda *_, **__: copy.deepcopy(plain))
     with pytest.warns(UserWarning, match="did not pin"):
-        states = offload(optimizers[1], device, disk=_Prompt(), when="backward", host_budget="22MiB")
+        states = offload(pair.optimizer, device, disk=_Prompt(), when="backward", host_budget="22MiB")
     with states:
         assert [piece.is_on_disk for piece in states.plan.pieces] == [True] * 5 + [False] * 7
         for order in (range(12), [4, 11]):  # behind the last one, the two before it are on their way
             armed = len(order) == 2
-            for net, optimizer in zip((plain, model), optimizers, strict=True):
+            for net, optimizer in pair:
                 x = torch.ones(2, width)
                 for number in order:
                     x = torch.tanh(net[number](x))
@@ -586,7 +580,7 @@ def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monk
                 optimizer.zero_grad()
         armed = False
         assert late
-        assert_same_training(plain, optimizers[0], model, optimizers[1])
+        pair.assert_same()
 
 
 class _Restarting(PerParameter):

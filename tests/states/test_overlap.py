@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memkit.device import Device, ReferenceDevice
-from memkit.errors import RaceError, StateOffloadError
+from memkit.errors import StateOffloadError
 from memkit.states import device_steps, host_steps
 from tests.states.cases import (
     FailsOnHost,
@@ -176,17 +176,6 @@ def test_dropped_before_what_was_stepped_on_the_host_came_back() -> None:
 
     assert_same(model.state_dict(), make_net(ReferenceDevice()).state_dict())
     nn.Identity()(torch.ones(1))  # the hook of all forwards goes
-
-
-def test_a_missing_wait_shows() -> None:
-    model, optimizer = make_training(device := ReferenceDevice())
-    with offload(optimizer, device, overlap_forward=True) as states:
-        train(model, optimizer, device, range(2))
-        assert states._overlap is not None
-        states._overlap._pending = {0: next(iter(states._overlap._stepped))}
-        with pytest.raises(RaceError):
-            model(batch(device, 0))
-        states._overlap._pending.clear()
 
 
 def test_gradients_are_held_until_they_were_read(device: Device) -> None:
