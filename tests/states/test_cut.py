@@ -72,8 +72,7 @@ def failing_at(parameter: nn.Parameter, window: int) -> Tensor:
 
 def num_cut(states: Any) -> int:
     """Return how many parameters are stepped in windows."""
-    pieces = [piece for piece in states._members.pieces if isinstance(piece, CutPiece) and len(piece.parts) > 1]
-    return len(pieces)
+    return sum(isinstance(piece, CutPiece) and len(piece.parts) > 1 for piece in states._members.pieces)
 
 
 def test_states_are_those_of_torch(device: Device) -> None:
@@ -361,9 +360,7 @@ def test_closing_half_way_warns(monkeypatch: pytest.MonkeyPatch, unscales: bool)
 @pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 @pytest.mark.parametrize("options", [{"when": "backward"}, {"overlap_forward": True}], ids=str)
 @pytest.mark.parametrize("failing", [1, 2, 4, 7])
-def test_windows_on_the_host_behind_one_that_fails_are_not_stepped(
-    failing: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_on_the_host_behind_one_that_fails_are_not_stepped(failing: int, options: Any, monkeypatch: Any) -> None:
     """The host gets several at once. The report of the parameter is true: as before, or stepped in part."""
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
     parameter = nn.Parameter(torch.randn(7, 512, generator=torch.Generator().manual_seed(0)))

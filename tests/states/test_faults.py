@@ -17,6 +17,7 @@ import memkit
 from memkit.device import ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.transfer import ReferenceDisk
+from tests.interrupts import interrupted_after
 from tests.states.cases import (
     WAYS,
     DAdapting,
@@ -317,7 +318,7 @@ def test_gradient_that_a_broken_step_has_unscaled_is_not_stepped_with(is_set_to_
         step(model, optimizers[1])
         before = snapshot(model, optimizers[1])
         with monkeypatch.context() as patch:
-            patch.setattr(torch.optim.AdamW, "step", _interrupted(torch.optim.AdamW.step))
+            patch.setattr(torch.optim.AdamW, "step", interrupted_after(torch.optim.AdamW.step))
             with pytest.raises(KeyboardInterrupt):
                 step(model, optimizers[1])
         assert_same(snapshot(model, optimizers[1]), before)
@@ -328,14 +329,6 @@ def test_gradient_that_a_broken_step_has_unscaled_is_not_stepped_with(is_set_to_
         step(plain, optimizers[0])
         step(model, optimizers[1])
         assert_same(snapshot(model, optimizers[1]), snapshot(plain, optimizers[0]))
-
-
-def _interrupted(call: Callable[..., Any]) -> Callable[..., Any]:
-    def step(*args: Any, **options: Any) -> None:
-        call(*args, **options)
-        raise KeyboardInterrupt
-
-    return step
 
 
 def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:

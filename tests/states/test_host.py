@@ -95,9 +95,7 @@ VIEWS = ("detach", "alias", "view", "empty", "set_")
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "in windows"])
-def test_in_a_steady_step_the_thread_runs_the_optimizer_alone(
-    seen: _Seen, is_cut: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_steady_step_the_thread_runs_the_optimizer_alone(seen: _Seen, is_cut: bool, monkeypatch: Any) -> None:
     if is_cut:
         for name, value in (("PIECE_BYTES", 2**11), ("_LARGEST_PIECE_BYTES", 2**11), ("WINDOW_NUMEL", 64)):
             monkeypatch.setattr(state_pieces, name, value)
@@ -242,9 +240,7 @@ def test_what_is_written_to_a_copy_is_taken_back_as_on_the_device(device: Device
 
 
 @pytest.mark.parametrize(("forms", "restored"), [("ctctct", 3), ("cctctc", 3)], ids=["as a whole", "in windows"])
-def test_what_windows_have_stepped_since_is_known(
-    forms: str, restored: int, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_windows_have_stepped_since_is_known(forms: str, restored: int, device: Device, monkeypatch: Any) -> None:
     """A parameter that is contiguous in some steps ("c"), and in others transposed ("t") and stepped as a whole, is written
     back to its value from its last step of the same kind."""
     skip_a_gpu(device)

@@ -199,9 +199,7 @@ def test_frozen_and_tied_parameters(make: Callable[[], Stack], device: Device) -
 
 @pytest.mark.parametrize("disk", [None, ReferenceDisk(seed=1, is_late=False)], ids=["host", "disk"])
 @pytest.mark.parametrize("has_master", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_windows_of_large_parameters_hold_no_slot(
-    has_master: bool, disk: memkit.Disk | None, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_of_large_parameters_hold_no_slot(has_master: bool, disk: Any, device: Device, monkeypatch: Any) -> None:
     cut(monkeypatch, numel=128)
     options: dict[str, Any] = {"master": torch.float32, "dtype": torch.bfloat16} if has_master else {}
     both = Both(device, num_slots=2, disk=disk, **options)

@@ -151,14 +151,7 @@ def test_a_state_dict_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("has_states", [False, True])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ReferenceDisk(limit="8KiB"),
-        lambda: ReferenceDisk(fault=_no_room),
-    ],
-    ids=["limit", "full"],
-)
+@pytest.mark.parametrize("make", [lambda: ReferenceDisk(limit="8KiB"), lambda: ReferenceDisk(fault=_no_room)])
 def test_a_disk_without_room(make: Callable[[], memkit.Disk], has_states: bool) -> None:
     model, optimizer = make_training(device := ReferenceDevice())
     if has_states:
@@ -617,9 +610,7 @@ class _Noting(ReferenceDevice):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["step", "backward"])
-def test_nothing_is_read_over_states_that_are_not_kept_while_they_are_copied(
-    when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_read_over_states_that_are_not_kept_while_they_are_copied(when: str, monkeypatch: Any) -> None:
     """If a step leaves no states, no copy comes back to the buffer to tell when the copy from there is done."""
     device = _Noting()
     pair = Pair(device, _Restarting)
@@ -633,7 +624,6 @@ def test_nothing_is_read_over_states_that_are_not_kept_while_they_are_copied(
 
     monkeypatch.setattr(DiskStore, "read", check)
     with offload(pair.optimizer, device, disk=ReferenceDisk(), when=when):
-        for net, optimizer in pair:
-            train(net, optimizer, device, range(11))
+        pair.train(range(11))
         pair.assert_same()
     assert num_read
