@@ -111,14 +111,6 @@ def test_a_second_backward_without_accumulate_is_refused(device: Device, zeroes:
         optimizer.step()
 
 
-def _load_model(model: nn.Module, other: nn.Module, *, by_data: bool = False) -> None:
-    if by_data:
-        for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
-            parameter.data.copy_(value.data)
-    else:
-        model.load_state_dict(other.state_dict())
-
-
 @pytest.mark.parametrize(
     ("ends", "loads"),
     [
@@ -146,8 +138,11 @@ def test_loading_between_steps(device: Device, way: str, ends: str, loads: str, 
         for what in loads.split(", "):
             if what == "optimizer":
                 pair.optimizer.load_state_dict(pair.plain_optimizer.state_dict())
+            elif what == "data":
+                for parameter, value in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+                    parameter.data.copy_(value.data)
             else:
-                _load_model(pair.model, pair.plain, by_data=what == "data")
+                pair.model.load_state_dict(pair.plain.state_dict())
         pair.optimizer.zero_grad()
         pair.train(range(3, 5), states=states)
         pair.assert_same()

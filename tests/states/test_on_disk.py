@@ -30,16 +30,7 @@ from memkit.states.on_disk import DiskStates
 from memkit.transfer import ReferenceDisk, staging
 from memkit.transfer.disk import DiskStore, DiskTransfer
 from tests.refusing import PinLimit
-from tests.states.cases import (
-    Pair,
-    PerParameter,
-    assert_same,
-    batch,
-    cut,
-    make_training,
-    offload,
-    train,
-)
+from tests.states.cases import Pair, PerParameter, assert_same, batch, cut, make_training, offload, train
 from tests.states.test_faults import Compared
 from tests.threads import num_own_threads
 
@@ -192,7 +183,7 @@ class Faults:
         self.what, self.errno, self.lasts = "read", errno.EIO, False
         self._lock = threading.Lock()
 
-    def arm(self, what: str, at: int, number: int, *, lasts: bool) -> None:
+    def arm(self, what: str, at: int, number: int = errno.EIO, *, lasts: bool) -> None:
         self.what, self.fails_at, self.errno, self.lasts, self.num_calls = what, at, number, lasts, 0
 
     def disarm(self) -> None:
@@ -364,11 +355,6 @@ class _Drawn(nn.Module):
         return x
 
 
-def _drawn_order(step: int) -> list[int]:
-    draw = random.Random(step)
-    return draw.sample(range(6), draw.randint(1, 6))
-
-
 class _Prompt(ReferenceDisk):
     """A disk that is done at once, so that as many parts as possible are on their way to their slots."""
 
@@ -400,8 +386,9 @@ def test_backwards_that_come_otherwise_than_predicted(budget: int | str, is_cut:
     pair = Pair(device := ReferenceDevice(), net=_Drawn)
     with offload(pair.optimizer, device, disk=DISKS[kind](), when="backward", device_budget=budget):
         for step in range(16):
+            order = (draw := random.Random(step)).sample(range(6), draw.randint(1, 6))
             for net, own in pair:
-                net(batch(device, step), _drawn_order(step)).square().mean().backward()
+                net(batch(device, step), order).square().mean().backward()
                 if step % 4 == 1:
                     own.state_dict()  # with parameters on their way that the backward has not come to
                 own.step()

@@ -211,14 +211,9 @@ def test_a_forward_on_another_stream_takes_no_wait_away() -> None:
 
 def test_what_is_written_behind_the_step_is_not_what_is_stepped_with(device: Device) -> None:
     """A learning rate that is a tensor, and the scale of a scaler, are written in place as soon as `step()` has returned."""
-    nets = [make_net(device), make_net(device)]
-    optimizers = [
-        torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-2, device=device.torch_device), fused=True) for net in nets
-    ]
-    seen: list[torch.Tensor] = []
-
-    with offload(optimizers[1], device, overlap_forward=True) as states:
-        for net, own in zip(nets, optimizers, strict=True):
+    pair = Pair(device, lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2, device=device.torch_device), fused=True))
+    with offload(pair.optimizer, device, overlap_forward=True) as states:
+        for net, own in pair:
             scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=8.0, growth_interval=1)
             for step in range(4):
                 scaler.scale(net(batch(device, step)).square().mean()).backward()
@@ -228,11 +223,10 @@ def test_what_is_written_behind_the_step_is_not_what_is_stepped_with(device: Dev
                 own.zero_grad()
         assert states._overlap is not None
         assert states._overlap._run is not None
-        seen += [group["lr"] for group in states._overlap._run._groups]
-        assert all(lr is not optimizers[1].param_groups[0]["lr"] for lr in seen)
+        assert all(group["lr"] is not pair.optimizer.param_groups[0]["lr"] for group in states._overlap._run._groups)
         states.wait()
         assert states._overlap._run is None
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        pair.assert_same()
 
 
 def test_betas_that_are_tensors_are_those_of_the_step() -> None:
