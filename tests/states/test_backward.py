@@ -228,17 +228,16 @@ class Gate:
 
 
 def test_no_gradient_waits_for_the_host(device: Device) -> None:
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(nets[0].parameters(), fused=True), Slow(nets[1].parameters())]
+    pair = Pair(device, Slow)
     skip_host_steps(device, "host")
-    with offload(optimizers[1], device, when="backward", update="host"):
-        gate = optimizers[1].gate.is_open
-        nets[1].layers[0].weight.register_hook(lambda _: gate.set())  # the last layer to have a gradient
+    with offload(pair.optimizer, device, when="backward", update="host"):
+        gate = pair.optimizer.gate.is_open
+        pair.model.layers[0].weight.register_hook(lambda _: gate.set())  # the last layer to have a gradient
         for step in range(3):
-            train(nets[0], optimizers[0], device, [step])
+            pair.train_plain([step])
             gate.clear()
-            train(nets[1], optimizers[1], device, [step])
-            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            train(pair.model, pair.optimizer, device, [step])
+            pair.assert_same()
 
 
 @pytest.mark.parametrize(("has_states", "fails_itself"), [(False, False), (True, False), (False, True)])

@@ -176,7 +176,8 @@ def test_orders(run: str, disk: memkit.Disk | None, device: Device) -> None:
     both = Both(device, model=Stack(4, run=RUNS[run]), num_slots=1 if disk is None else 2, disk=disk)
     both.steps(3)
 
-    both.close()
+    both.close(is_same=False)  # unsaved
+    both.assert_same_training()
 
 
 def _frozen_and_tied() -> Stack:
@@ -305,7 +306,7 @@ def test_nothing_is_left_once_both_are_closed() -> None:
     both.step()
     model = both.model
     found = [weakref.ref(one) for one in (both.states, both.layers, both.states._in_backward, both.optimizer)]
-    both.close()
+    both.close(is_same=False)
     del both
     gc.collect()
 

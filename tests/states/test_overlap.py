@@ -6,6 +6,7 @@ import copy
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from tests.states.cases import (
     FailsOnHost,
     Pair,
     assert_same,
-    assert_same_training,
     batch,
     is_same,
     make_net,
@@ -36,6 +36,7 @@ class _Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.first = nn.Linear(8, 8)
         self.attention = nn.MultiheadAttention(8, 2)
         self.last = nn.Linear(8, 8)
@@ -94,48 +95,41 @@ def test_what_the_forward_comes_to_first_is_stepped_first(monkeypatch: pytest.Mo
             return self.head(self.body(x))
 
     torch.manual_seed(0)
-    plain, model, x = Model(), Model(), torch.randn(8, 32)
-    model.load_state_dict(plain.state_dict())
-    optimizers = [
-        Drawing(net.parameters(), lr=0.1, momentum=0.9) if draws else torch.optim.AdamW(net.parameters())
-        for net in (plain, model)
-    ]
+    made, x = Model(), torch.randn(8, 32)
+    kind = partial(Drawing, lr=0.1, momentum=0.9) if draws else torch.optim.AdamW
+    pair = Pair(device, kind, net=lambda *_, **__: copy.deepcopy(made))
     stepped, side = list[str](), host_steps.HostSteps if update == "host" else device_steps.DeviceSteps
     name = "begin" if update == "host" else "step"
     step_of = getattr(side, name)
     monkeypatch.setattr(side, name, lambda self, piece, *args: (stepped.append(piece.names), step_of(self, piece, *args))[1])
-    with offload(optimizers[1], device, overlap_forward=True, update=update) as states:
+    with offload(pair.optimizer, device, overlap_forward=True, update=update) as states:
         for step in range(4):
-            for net, own in zip((plain, model), optimizers, strict=True):
+            for net, own in pair:
                 torch.manual_seed(step)
                 net(x).square().mean().backward()
                 own.step()
                 own.zero_grad()
-                if net is model:
-                    model(x)
+                if net is pair.model:
+                    net(x)
         states.wait()
         in_order = [f"parameter 0.{number}" for number in range(7)]
         assert stepped[:7] == in_order
         assert stepped[-7:] == (in_order if draws else [in_order[-1], *in_order[:-1]])
-        assert_same_training(plain, optimizers[0], model, optimizers[1])
+        pair.assert_same()
 
 
 def test_a_module_that_reads_those_of_another(device: Device) -> None:
-    nets = [_Net().to(device.torch_device), _Net().to(device.torch_device)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[1], device, overlap_forward=True) as states:
-        for net, own in zip(nets, optimizers, strict=True):
+    pair, x = Pair(device, net=lambda *_, **__: _Net().to(device.torch_device)), torch.ones(3, 2, 8, device=device.torch_device)
+    with offload(pair.optimizer, device, overlap_forward=True) as states:
+        for net, own in pair:
             for _ in range(3):
-                net(torch.ones(3, 2, 8, device=device.torch_device)).square().mean().backward()
+                net(x).square().mean().backward()
                 own.step()
-        nets[1](torch.ones(3, 2, 8, device=device.torch_device))
+                own.zero_grad()
+        pair.model(x)
         assert states._overlap is not None
         assert not states._overlap._stepped
-        for net in nets:
-            net.zero_grad()
-    for parameter in nets[0].parameters():
-        assert parameter.grad is None
+        pair.assert_same()
 
 
 @pytest.mark.parametrize("update", ["device", "host"])
@@ -230,44 +224,41 @@ def test_what_is_written_behind_the_step_is_not_what_is_stepped_with(device: Dev
 
 
 def test_betas_that_are_tensors_are_those_of_the_step() -> None:
-    nets = [make_net(device := ReferenceDevice()), make_net(device)]
-    optimizers = [torch.optim.AdamW(nets[0].parameters(), fused=True), Slow(nets[1].parameters())]
-    for own in optimizers:
+    pair = Pair(device := ReferenceDevice(), Slow)
+    for own in pair.optimizers:
         own.param_groups[0].update(fused=False, foreach=False, betas=(torch.tensor(0.5), torch.tensor(0.9)))
 
-    with offload(optimizers[1], device, overlap_forward=True, update="host") as states:
+    with offload(pair.optimizer, device, overlap_forward=True, update="host") as states:
         for step in range(3):
-            optimizers[1].gate.is_open.clear()
-            for net, own in zip(nets, optimizers, strict=True):
+            pair.optimizer.gate.is_open.clear()
+            for net, own in pair:
                 net(batch(device, step)).square().mean().backward()
                 own.step()
                 torch._foreach_mul_(list(own.param_groups[0]["betas"]), 0.5)
                 own.zero_grad()
-            optimizers[1].gate.is_open.set()
+            pair.optimizer.gate.is_open.set()
             states.wait()
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        pair.assert_same()
 
 
 def test_the_step_and_the_forward_of_others_do_not_wait_for_the_host() -> None:
-    device = ReferenceDevice()
-    nets = [nn.Sequential(*[nn.Linear(24, 24) for _ in range(12)]) for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    optimizers = [torch.optim.AdamW(nets[0].parameters(), fused=True), Slow(nets[1].parameters())]
-    with offload(optimizers[1], device, overlap_forward=True, update="host") as states:
+    made = nn.Sequential(*[nn.Linear(24, 24) for _ in range(12)])
+    pair = Pair(device := ReferenceDevice(), Slow, net=lambda *_, **__: copy.deepcopy(made))
+    with offload(pair.optimizer, device, overlap_forward=True, update="host") as states:
         assert states._overlap is not None
         for step in range(3):
-            optimizers[1].gate.is_open.clear()
-            for net, own in zip(nets, optimizers, strict=True):
+            pair.optimizer.gate.is_open.clear()
+            for net, own in pair:
                 net(batch(device, step)).sum().backward()
                 own.step()
-            assert all(parameter.grad is None for parameter in nets[1].parameters())
+            assert all(parameter.grad is None for parameter in pair.model.parameters())
             assert len(states._overlap._leaving) == len(states.plan.pieces) > 0
-            optimizers[1].gate.is_open.set()
-            optimizers[0].zero_grad()
-            assert_same(nets[0](batch(device, 7)), nets[1](batch(device, 7)))
+            pair.optimizer.gate.is_open.set()
+            pair.plain_optimizer.zero_grad()
+            assert_same(pair.plain(batch(device, 7)), pair.model(batch(device, 7)))
             assert not states._overlap._leaving
         states.wait()
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        pair.assert_same()
     device.synchronize()
     assert not device.races
 
