@@ -20,7 +20,6 @@ from memkit.states import trial
 from memkit.states.windows import CutPiece
 from tests.states.cases import (
     WAYS,
-    Case,
     EightBit,
     FailsOnHost,
     Pair,
@@ -58,9 +57,9 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
-def make_net(device: Device, case: Case | None = None, dtype: torch.dtype = torch.float32) -> Any:
+def make_net(device: Device, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(1)
-    return Net(only_matrices=case is not None and case.name == "Muon").to(device.torch_device, dtype)
+    return Net().to(device.torch_device, dtype)
 
 
 def failing_at(parameter: nn.Parameter, window: int) -> Tensor:

@@ -15,17 +15,7 @@ from torch import nn
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.states import device_steps, host_steps
-from tests.states.cases import (
-    FailsOnHost,
-    Pair,
-    assert_same,
-    batch,
-    is_same,
-    make_net,
-    make_training,
-    offload,
-    train,
-)
+from tests.states.cases import FailsOnHost, Pair, assert_same, batch, is_same, make_net, make_training, offload, train
 from tests.states.test_backward import Slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
