@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,23 @@ from memkit.transfer import ReferenceDisk
 from tests.weights.wrapped import Int8
 
 Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class PerParameter(torch.optim.Optimizer):
+    """Steps each parameter that has a gradient by itself."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, **defaults: Any) -> None:
+        super().__init__(params, {"lr": lr, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.step_one(group, parameter, self.state[parameter])
+
+    def step_one(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -79,71 +96,50 @@ class BeginsInEvalMode(ScheduleFree):
         return super().step(closure)
 
 
-class Early(torch.optim.Optimizer):
+class Early(PerParameter):
     """Makes its states at construction, as `Adagrad` does in some releases of torch, and not in a step."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-2})
+        super().__init__(params)
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter] = {"sum": torch.full_like(parameter, 0.125), "step": torch.zeros(())}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                state["step"] += 1
-                state["sum"].addcmul_(parameter.grad, parameter.grad)
-                parameter.addcdiv_(parameter.grad, state["sum"].sqrt(), value=-group["lr"] / float(state["step"]))
-        return None
+    def step_one(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+        state["step"] += 1
+        state["sum"].addcmul_(parameter.grad, parameter.grad)
+        parameter.addcdiv_(parameter.grad, state["sum"].sqrt(), value=-group["lr"] / float(state["step"]))
 
 
-class Rebinding(torch.optim.Optimizer):
+class Rebinding(PerParameter):
     """A user-made one: it replaces its tensors by new ones, counts in a plain number, and in an attribute."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
         self.num_steps = 0
 
     def step(self, closure: Any = None) -> Any:
         self.num_steps += 1
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is None:
-                        continue
-                    state = self.state[parameter]
-                    state["count"] = state.get("count", 0) + 1
-                    before = state.get("mean", torch.zeros_like(parameter))
-                    state["mean"] = before * 0.9 + parameter.grad
-                    parameter -= group["lr"] * state["mean"] / (state["count"] + self.num_steps)
-        return None
+        super().step()
+
+    def step_one(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+        state["count"] = state.get("count", 0) + 1
+        state["mean"] = state.get("mean", torch.zeros_like(parameter)) * 0.9 + parameter.grad
+        parameter -= group["lr"] * state["mean"] / (state["count"] + self.num_steps)
 
 
-class Odd(torch.optim.Optimizer):
-    """Exchanges its states, sets the data of parameters, and begins anew every third step."""
+class Odd(PerParameter):
+    """Exchanges its states, sets the data of parameters, and begins anew every fourth step."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                state["count"] = state.get("count", 0) + 1
-                if state["count"] % 4 == 0:
-                    state.clear()
-                    continue
-                older, old = state.get("old", parameter.grad * 0.5), state.get("older", parameter.grad * 0.25)
-                state["old"], state["older"] = old, older
-                old.mul_(0.9).add_(parameter.grad)
-                parameter.data = parameter.data - group["lr"] * (old + 0.5 * older)
+    def step_one(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+        state["count"] = state.get("count", 0) + 1
+        if state["count"] % 4 == 0:
+            state.clear()
+            return
+        older, old = state.get("old", parameter.grad * 0.5), state.get("older", parameter.grad * 0.25)
+        state["old"], state["older"] = old, older
+        old.mul_(0.9).add_(parameter.grad)
+        parameter.data = parameter.data - group["lr"] * (old + 0.5 * older)
 
 
 class FailsOnHost(torch.optim.SGD):
@@ -197,27 +193,17 @@ class GlobalNorm(torch.optim.Optimizer):
         return None
 
 
-class EightBit(torch.optim.Optimizer):
+class EightBit(PerParameter):
     """Keeps states of one byte per element, tensors that wrap others, as low-bit optimizers do."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if "mean" not in state:
-                    state["mean"] = Int8.quantized(torch.full_like(parameter, 1e-6))
-                    state["step"] = torch.zeros(())
-                mean = state["mean"].dequantize() * 0.9 + parameter.grad
-                parameter.sub_(mean, alpha=group["lr"])
-                state["mean"].copy_(Int8.quantized(mean))
-                state["step"] += 1
-        return None
+    def step_one(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+        if "mean" not in state:
+            state["mean"] = Int8.quantized(torch.full_like(parameter, 1e-6))
+            state["step"] = torch.zeros(())
+        mean = state["mean"].dequantize() * 0.9 + parameter.grad
+        parameter.sub_(mean, alpha=group["lr"])
+        state["mean"].copy_(Int8.quantized(mean))
+        state["step"] += 1
 
 
 @dataclass(frozen=True)
@@ -258,7 +244,6 @@ OPTIMIZERS = [
     Case("early", Early),
 ]
 """Every dense class of `torch.optim`, in each of its ways, and some user-made ones."""
-
 _OFTEN = (
     *("Adam loop", "AdamW fused", "RMSprop foreach", "SGD fused", "Adafactor loop", "Muon", "AdamW lr tensor", "schedule free"),
     "rebinding",
@@ -303,8 +288,8 @@ def in_all_ways(cases: Iterable[Case]) -> list[Any]:
     return found
 
 
-def adamw(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, **options)
 
 
 def skip_host_steps(device: Device, way: str) -> None:
@@ -351,6 +336,35 @@ def make_net(device: Device, case: Case | None = None, dtype: torch.dtype = torc
 def batch(device: Device, number: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(number)
     return torch.randn(5, 24, generator=generator).to(device.torch_device, dtype)
+
+
+def make_training(device: Device, kind: Any = adamw, *, net: Any = make_net, dtype: Any = torch.float32, **options: Any) -> Any:
+    """Return a model, and an optimizer of this kind."""
+    model = net(device, dtype=dtype)
+    return model, kind(model.parameters(), **options)
+
+
+class Pair:
+    """Two equal models: one to be stepped plainly, one by a `StateOffload` of its optimizer."""
+
+    def __init__(self, device: Device, kind: Any = adamw, **options: Any) -> None:
+        self.device = device
+        trainings = [make_training(device, kind, **options) for _ in range(2)]
+        (self.plain, self.plain_optimizer), (self.model, self.optimizer) = trainings
+        self.nets, self.optimizers = zip(*trainings, strict=True)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return zip(self.nets, self.optimizers, strict=True)
+
+    def train(self, steps: Iterable[int], *, states: memkit.StateOffload | None = None, **options: Any) -> None:
+        train(self.plain, self.plain_optimizer, self.device, steps, **options)
+        train(self.model, self.optimizer, self.device, steps, states=states, **options)
+
+    def train_plain(self, steps: Iterable[int]) -> None:
+        train(self.plain, self.plain_optimizer, self.device, steps)
+
+    def assert_same(self) -> None:
+        assert_same_training(self.plain, self.plain_optimizer, self.model, self.optimizer)
 
 
 def groups_of(model: Net) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from tests.engine import LateThread
 from tests.states.cases import (
     WAYS,
     FailsOnHost,
+    Pair,
     ScheduleFree,
     assert_same,
     assert_same_training,
@@ -32,6 +33,7 @@ from tests.states.cases import (
     cut,
     is_same,
     make_net,
+    make_training,
     offload,
     skip_host_steps,
     train,
@@ -46,8 +48,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("update", ["device", "host"])
 def test_gradients_are_let_go_within_the_backward(device: Device, update: str) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = make_training(device, fused=True)
     with offload(optimizer, device, when="backward", update=update) as states:
         train(model, optimizer, device, range(2), states=states)
         model(batch(device, 2)).square().mean().backward()
@@ -61,10 +62,9 @@ def test_gradients_are_let_go_within_the_backward(device: Device, update: str) -
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_beside_checkpoints(device: Device, reentrant: bool, way: str) -> None:
     skip_host_steps(device, way)
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in nets]
-    with offload(optimizers[1], device, **WAYS[way]):
-        for net, own in zip(nets, optimizers, strict=True):
+    pair = Pair(device, fused=True)
+    with offload(pair.optimizer, device, **WAYS[way]):
+        for net, own in pair:
             for step in range(3):
                 x = batch(device, step).requires_grad_()
                 for layer in net.layers:
@@ -72,7 +72,7 @@ def test_beside_checkpoints(device: Device, reentrant: bool, way: str) -> None:
                 net.head(x).square().mean().backward()
                 own.step()
                 own.zero_grad()
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        pair.assert_same()
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,7 @@ def test_beside_checkpoints(device: Device, reentrant: bool, way: str) -> None:
     ],
 )
 def test_use_of_a_consumed_gradient_is_refused(device: Device, use: Any) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
     with offload(optimizer, device, when="backward"):
         model(batch(device, 0)).square().mean().backward()
         with pytest.raises((StateOffloadError, AssertionError)) as caught:
@@ -98,8 +97,7 @@ def test_use_of_a_consumed_gradient_is_refused(device: Device, use: Any) -> None
 
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_a_second_backward_without_accumulate_is_refused(device: Device, zeroes: bool) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
     with offload(optimizer, device, when="backward"):
         model(batch(device, 0)).square().mean().backward()
         if zeroes:
@@ -111,14 +109,6 @@ def test_a_second_backward_without_accumulate_is_refused(device: Device, zeroes:
         optimizer.zero_grad()
         model(batch(device, 2)).square().mean().backward()
         optimizer.step()
-
-
-def _load_model(model: nn.Module, other: nn.Module, *, by_data: bool = False) -> None:
-    if by_data:
-        for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
-            parameter.data.copy_(value.data)
-    else:
-        model.load_state_dict(other.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -134,27 +124,28 @@ def test_loading_between_steps(device: Device, way: str, ends: str, loads: str, 
     """Nothing that was stepped before overwrites what is loaded, wherever it was stepped."""
     skip_host_steps(device, way)
     cut(monkeypatch)
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in nets]
-    with offload(optimizers[1], device, **WAYS[way]) as states:
-        train(nets[0], optimizers[0], device, range(3))
-        train(nets[1], optimizers[1], device, range(5, 7), states=states)
+    pair = Pair(device, fused=True)
+    with offload(pair.optimizer, device, **WAYS[way]) as states:
+        pair.train_plain(range(3))
+        train(pair.model, pair.optimizer, device, range(5, 7), states=states)
         if ends == "failed backward":
-            handle = nets[1].layers[0].weight.register_hook(_fail)
+            handle = pair.model.layers[0].weight.register_hook(_fail)
             with pytest.raises(ArithmeticError):
-                nets[1](batch(device, 8)).square().mean().backward()
+                pair.model(batch(device, 8)).square().mean().backward()
             handle.remove()
         elif ends == "backward":
-            nets[1](batch(device, 8)).square().mean().backward()
+            pair.model(batch(device, 8)).square().mean().backward()
         for what in loads.split(", "):
             if what == "optimizer":
-                optimizers[1].load_state_dict(optimizers[0].state_dict())
+                pair.optimizer.load_state_dict(pair.plain_optimizer.state_dict())
+            elif what == "data":
+                for parameter, value in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+                    parameter.data.copy_(value.data)
             else:
-                _load_model(nets[1], nets[0], by_data=what == "data")
-        optimizers[1].zero_grad()
-        train(nets[0], optimizers[0], device, range(3, 5))
-        train(nets[1], optimizers[1], device, range(3, 5), states=states)
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+                pair.model.load_state_dict(pair.plain.state_dict())
+        pair.optimizer.zero_grad()
+        pair.train(range(3, 5), states=states)
+        pair.assert_same()
 
 
 def _fail(_: torch.Tensor) -> None:
@@ -165,27 +156,25 @@ def _fail(_: torch.Tensor) -> None:
 def test_parameters_are_stepped_once_the_backward_is_over(device: Device, way: str) -> None:
     """So may they be read, and written to, ahead of `optimizer.step()`."""
     skip_host_steps(device, way)
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in nets]
-    with offload(optimizers[1], device, **WAYS[way]):
+    pair = Pair(device, fused=True)
+    with offload(pair.optimizer, device, **WAYS[way]):
         for number in range(3):
-            for net, own in zip(nets, optimizers, strict=True):
+            for net, own in pair:
                 net(batch(device, number)).square().mean().backward()
-                if net is nets[0]:
+                if net is pair.plain:
                     own.step()
-            assert_same(nets[0].state_dict(), nets[1].state_dict())
-            for net in nets:
+            assert_same(pair.plain.state_dict(), pair.model.state_dict())
+            for net in pair.nets:
                 net.head.weight.data.clamp_(-0.1, 0.1)
                 nn.utils.vector_to_parameters(0.5 * nn.utils.parameters_to_vector(net.parameters()), net.parameters())
-            optimizers[1].step()
-            for own in optimizers:
+            pair.optimizer.step()
+            for own in pair.optimizers:
                 own.zero_grad()
-            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            pair.assert_same()
 
 
 def test_a_learning_rate_set_behind_the_backward_is_refused(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
     with offload(optimizer, device, when="backward"):
         model(batch(device, 0)).square().mean().backward()
         optimizer.param_groups[0]["lr"] = 0.5
@@ -203,17 +192,16 @@ def test_a_learning_rate_set_behind_the_backward_is_refused(device: Device) -> N
 @pytest.mark.parametrize("way", [way for way in WAYS if "backward" in way])
 def test_closing_behind_a_backward(device: Device, way: str, saves: bool) -> None:
     skip_host_steps(device, way)
-    models = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), fused=True) for net in models]
-    train(models[0], optimizers[0], device, range(1))
-    states = offload(optimizers[1], device, **WAYS[way])
-    models[1](batch(device, 0)).square().mean().backward()
+    pair = Pair(device, fused=True)
+    pair.train_plain(range(1))
+    states = offload(pair.optimizer, device, **WAYS[way])
+    pair.model(batch(device, 0)).square().mean().backward()
     if saves:
-        assert_same(optimizers[0].state_dict()["state"], optimizers[1].state_dict()["state"])
+        assert_same(pair.plain_optimizer.state_dict()["state"], pair.optimizer.state_dict()["state"])
     states.close()
-    assert all(parameter.grad is None for parameter in models[1].parameters())
-    optimizers[1].step()
-    assert_same_training(models[0], optimizers[0], models[1], optimizers[1])
+    assert all(parameter.grad is None for parameter in pair.model.parameters())
+    pair.optimizer.step()
+    pair.assert_same()
 
 
 class Slow(torch.optim.AdamW):
@@ -240,25 +228,22 @@ class Gate:
 
 
 def test_no_gradient_waits_for_the_host(device: Device) -> None:
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(nets[0].parameters(), fused=True), Slow(nets[1].parameters())]
-    if device.torch_device.type != "cpu":
-        pytest.skip("the plain steps differ from the host's in last bits")
-    with offload(optimizers[1], device, when="backward", update="host"):
-        gate = optimizers[1].gate.is_open
-        nets[1].layers[0].weight.register_hook(lambda _: gate.set())  # the last layer to have a gradient
+    pair = Pair(device, Slow)
+    skip_host_steps(device, "host")
+    with offload(pair.optimizer, device, when="backward", update="host"):
+        gate = pair.optimizer.gate.is_open
+        pair.model.layers[0].weight.register_hook(lambda _: gate.set())  # the last layer to have a gradient
         for step in range(3):
-            train(nets[0], optimizers[0], device, [step])
+            pair.train_plain([step])
             gate.clear()
-            train(nets[1], optimizers[1], device, [step])
-            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            train(pair.model, pair.optimizer, device, [step])
+            pair.assert_same()
 
 
 @pytest.mark.parametrize(("has_states", "fails_itself"), [(False, False), (True, False), (False, True)])
 def test_an_error_on_the_host_is_raised_by_the_backward(device: Device, has_states: bool, fails_itself: bool) -> None:
     """Or by the step, if the backward fails for another reason."""
-    model = make_net(device)
-    optimizer = FailsOnHost(model.parameters())
+    model, optimizer = make_training(device, FailsOnHost)
     with offload(optimizer, device, when="backward", update="host") as states:
         if has_states:
             train(model, optimizer, device, range(2), states=states)
@@ -284,11 +269,8 @@ def test_an_error_on_the_host_is_raised_by_the_backward(device: Device, has_stat
 
 
 @pytest.mark.parametrize("is_bounded", [False, True])
-def test_the_backward_waits_for_steps_only_where_too_much_is_held(
-    device: Device, monkeypatch: pytest.MonkeyPatch, is_bounded: bool
-) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+def test_the_backward_waits_for_steps_only_where_too_much_is_held(device: Any, monkeypatch: Any, is_bounded: bool) -> None:
+    model, optimizer = make_training(device, fused=True)
     largest = max(parameter.nbytes for parameter in model.parameters())
     held_bytes, waits, waits_at_hooks = list[int](), list[Any](), list[int]()
     if is_bounded:
@@ -322,9 +304,7 @@ def test_the_backward_waits_for_steps_only_where_too_much_is_held(
 
 
 def test_interrupt_when_a_backward_ends_lets_no_gradient_go_ahead_of_the_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = make_training(device := ReferenceDevice(), fused=True)
     with offload(optimizer, device, when="backward") as states:
         train(model, optimizer, device, range(2), states=states)
         waits, wait_event, current = list[Any](), device.wait_event, device.current_stream()
@@ -343,28 +323,9 @@ def test_interrupt_when_a_backward_ends_lets_no_gradient_go_ahead_of_the_waits(m
         assert len(waits) == 2 + 8 + 1  # those of all gradients but the first, and of the stream for steps, are made again
 
 
-@pytest.mark.parametrize("update", ["device", "host"])
-def test_parameters_may_be_read_between_the_backward_and_the_step(update: str) -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with offload(optimizer, device, when="backward", update=update) as states:
-        train(model, optimizer, device, range(2), states=states)
-        model(batch(device, 2)).square().mean().backward()
-        for parameter in model.parameters():
-            device.note_read(parameter.untyped_storage())
-        optimizer.step()
-        device.synchronize()
-    assert not device.races
-
-
 @pytest.mark.parametrize("options", [{"when": "backward"}, {"overlap_forward": True}], ids=str)
-def test_a_failed_step_on_the_host_is_told_of_though_an_interrupt_came_first(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = FailsOnHost(model.parameters())
+def test_a_failed_step_on_the_host_is_told_of_though_an_interrupt_came_first(monkeypatch: Any, options: Any) -> None:
+    model, optimizer = make_training(device := ReferenceDevice(), FailsOnHost)
 
     def interrupted(self: Any, piece: Any) -> None:
         self.settle()
@@ -387,8 +348,7 @@ def test_a_failed_step_on_the_host_is_told_of_though_an_interrupt_came_first(
 def test_backward_that_fails_while_a_thread_of_the_engine_is_at_a_node(closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later code waits for that thread, which may be about to step a parameter."""
     device, log = ReferenceDevice(), list[str]()
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
 
     def fail(_: torch.Tensor) -> None:
         raise ArithmeticError("the test's own")
@@ -507,15 +467,8 @@ def test_groups_that_are_copied_behind_the_backward_are_written_to_once(device: 
     assert all(map(torch.equal, parameters, plain))
 
 
-# Backwards that fail
-
-
 FAILING_WAYS: dict[str, dict[str, Any]] = {update: {"update": update} for update in ("device", "host")}
-
-
 FAILING_WAYS |= {"disk": {"disk": ReferenceDisk()}, "layered": {"streams": True}, "layered without states": {"streams": True}}
-
-
 LOOPS = ["zeroed ahead", "filled with zeros ahead", "zeroed behind", "never zeroed"]
 
 
@@ -551,9 +504,7 @@ def _train(model: Failing, optimizer: Any, device: Device, loop: str, *, is_plai
 @pytest.mark.parametrize("make", [partial(torch.optim.AdamW, lr=1e-2), ScheduleFree], ids=["adamw", "schedule free"])
 @pytest.mark.parametrize("loop", [LOOPS[0], *(pytest.param(loop, marks=pytest.mark.slow) for loop in LOOPS[1:])])
 @pytest.mark.parametrize("way", FAILING_WAYS)
-def test_loop_goes_on(
-    way: str, loop: str, make: Callable[[Any], torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loop_goes_on(way: str, loop: str, make: Callable[[Any], torch.optim.Optimizer]) -> None:
     device, options = ReferenceDevice(), dict(FAILING_WAYS[way])
     torch.manual_seed(0)
     model = Failing(3)

@@ -18,13 +18,14 @@ from tests.states.cases import (
     Case,
     EightBit,
     Net,
+    Pair,
     assert_same,
     assert_same_training,
     batch,
-    cut,
     groups_of,
     in_all_ways,
     make_net,
+    make_training,
     offload,
     skip_host_steps,
     train,
@@ -34,13 +35,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the ho
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize(("case", "way", "is_cut"), in_all_ways([*OPTIMIZERS, Case("eight bits", EightBit)]))
-def test_steps_as_the_plain_optimizer(
-    case: Case, way: str, is_cut: bool, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("case", "way", "is_cut"), in_all_ways([*OPTIMIZERS, Case("eight bits", EightBit)]), indirect=["is_cut"]
+)
+def test_steps_as_the_plain_optimizer(case: Case, way: str, is_cut: bool, device: Device) -> None:
     skip_host_steps(device, way)
-    if is_cut:
-        cut(monkeypatch)
     plain, model = make_net(device, case), make_net(device, case)
     plain_optimizer, optimizer = case.make(groups_of(plain)), case.make(groups_of(model))
     plain_scheduler = torch.optim.lr_scheduler.StepLR(plain_optimizer, 2, 0.5)
@@ -64,23 +63,23 @@ def test_steps_as_the_plain_optimizer(
     assert not getattr(device, "races", None)
 
 
-def test_states_are_in_host_memory_between_steps(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    with offload(optimizer, device) as states:
+@pytest.mark.parametrize("budget", [0, 16384])
+def test_states_are_in_host_memory_between_steps(device: Device, budget: int) -> None:
+    model, optimizer = make_training(device)
+    with offload(optimizer, device, device_budget=budget) as states:
         train(model, optimizer, device, range(2))
         moved = states.stats()
         assert moved.d2h_bytes == 2 * moved.h2d_bytes > 0
-        for entries in optimizer.state.values():
+        assert (states.plan.resident_bytes > 0) == (budget > 0)
+        found = optimizer.state_dict()["state"] if budget else optimizer.state  # all of a state dict is there
+        for entries in found.values():
             for name in ("exp_avg", "exp_avg_sq"):
                 assert entries[name].device.type == "cpu"
-                assert entries[name].untyped_storage().nbytes() == entries[name].nbytes
+                assert budget or entries[name].untyped_storage().nbytes() == entries[name].nbytes
 
 
 def test_nothing_to_offload_moves_nothing(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model, optimizer = make_training(device, torch.optim.SGD, lr=1e-2)
 
     def hooks() -> set[str]:
         return {name for name, value in vars(optimizer).items() if name.endswith("_hooks") and value}
@@ -93,22 +92,10 @@ def test_nothing_to_offload_moves_nothing(device: Device) -> None:
     assert not hooks()
 
 
-def test_schedulers_made_after(device: Device) -> None:
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (plain, model))
-
-    with offload(optimizer, device):
-        for net, own in ((plain, plain_optimizer), (model, optimizer)):
-            scheduler = torch.optim.lr_scheduler.OneCycleLR(own, 1e-2, total_steps=10)
-            train(net, own, device, range(5), scheduler=scheduler)
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-
-
 def test_closure_is_run_once(device: Device) -> None:
-    results, models = [], [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in models]
-    states = offload(optimizers[1], device)
-    for net, own in zip(models, optimizers, strict=True):
+    results, pair = [], Pair(device)
+    states = offload(pair.optimizer, device)
+    for net, own in pair:
         calls = []
 
         def closure(net=net, own=own, calls=calls) -> torch.Tensor:
@@ -122,7 +109,7 @@ def test_closure_is_run_once(device: Device) -> None:
         assert len(calls) == 3
 
     assert_same(results[0], results[1])
-    assert_same_training(models[0], optimizers[0], models[1], optimizers[1])
+    pair.assert_same()
     states.close()
 
 
@@ -130,10 +117,9 @@ def test_closure_is_run_once(device: Device) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_grad_scaler_skips_and_steps(device: Device, fused: bool, way: str) -> None:
     skip_host_steps(device, way)
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused) for net in nets]
-    with offload(optimizers[1], device, **WAYS[way]):
-        for net, own in zip(nets, optimizers, strict=True):
+    pair = Pair(device, fused=fused)
+    with offload(pair.optimizer, device, **WAYS[way]):
+        for net, own in pair:
             scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=4.0)
             for step in range(5):
                 loss = net(torch.full((2, 24), 0.1 * step, device=device.torch_device)).square().mean()
@@ -141,47 +127,43 @@ def test_grad_scaler_skips_and_steps(device: Device, fused: bool, way: str) -> N
                 scaler.step(own)
                 scaler.update()
                 own.zero_grad()
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        pair.assert_same()
 
 
-def test_hooks_set_later_come_first(device: Device) -> None:
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[1], device):
-        for net, own in zip(nets, optimizers, strict=True):
+def test_schedulers_and_hooks_of_later_come_first(device: Device) -> None:
+    pair = Pair(device)
+    with offload(pair.optimizer, device):
+        for net, own in pair:
 
-            def clip(own: torch.optim.Optimizer, *_: object, net=net) -> None:
+            def clip(*_: object, net=net) -> None:
                 torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
 
             own.register_step_pre_hook(clip)
-            train(net, own, device, range(3))
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(own, 1e-2, total_steps=10)
+            train(net, own, device, range(5), scheduler=scheduler)
+        pair.assert_same()
 
 
 @pytest.mark.parametrize("way", ["device", "host", "disk"])
 def test_states_that_lie_elsewhere_are_adopted(device: Device, way: str) -> None:
     skip_host_steps(device, way)
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    for net, own in zip(nets, optimizers, strict=True):
-        train(net, own, device, range(2))
-    with offload(optimizers[1], device, **WAYS[way]):
-        for net, own in zip(nets, optimizers, strict=True):
-            train(net, own, device, range(2, 4))
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
-        saved = optimizers[1].state_dict()["state"]
-        for number, parameter in enumerate(nets[1].parameters()):
+    pair = Pair(device)
+    pair.train(range(2))
+    with offload(pair.optimizer, device, **WAYS[way]):
+        pair.train(range(2, 4))
+        pair.assert_same()
+        saved = pair.optimizer.state_dict()["state"]
+        for number, parameter in enumerate(pair.model.parameters()):
             if number in saved:
-                optimizers[1].state[parameter]["exp_avg"] = saved[number]["exp_avg"].to(device.torch_device, copy=True)
-        train(nets[0], optimizers[0], device, range(4, 6))
+                pair.optimizer.state[parameter]["exp_avg"] = saved[number]["exp_avg"].to(device.torch_device, copy=True)
+        pair.train_plain(range(4, 6))
         with pytest.warns(UserWarning, match="were put elsewhere"):
-            train(nets[1], optimizers[1], device, range(4, 6))
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            train(pair.model, pair.optimizer, device, range(4, 6))
+        pair.assert_same()
 
 
 def test_repr_and_stats(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
     states = memkit.StateOffload(optimizer, device=device)
     train(model, optimizer, device, range(2))
 
@@ -198,23 +180,9 @@ def test_repr_and_stats(device: Device) -> None:
 # Schedule-free optimizers begin in eval mode, do not step there, and have other weights in each mode
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "device": {},
-    "host": {"update": "host"},
-    "backward": {"when": "backward"},
-    "overlap": {"overlap_forward": True},
-    "some stay": {"device_budget": "12KiB"},
-}
-
-
-def _made(device: Device) -> tuple[Net, BeginsInEvalMode]:
-    model = make_net(device)
-    return model, BeginsInEvalMode(model.parameters(), beta=0.9)
-
-
 def _trained(device: Device, seed: int, options: dict[str, Any] | None) -> tuple[Net, BeginsInEvalMode, list[Any]]:
     """Train, and change between the modes, evaluate, save and load in an order by chance."""
-    model, optimizer = _made(device)
+    model, optimizer = make_training(device, BeginsInEvalMode, beta=0.9)
     chance, seen = random.Random(seed), list[Any]()
     states = None if options is None else offload(optimizer, device, **options)
     for number in range(8):
@@ -238,21 +206,20 @@ def _trained(device: Device, seed: int, options: dict[str, Any] | None) -> tuple
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_streamed_states_leave_the_bits_of_both_modes(name: str, seed: int, device: Device) -> None:
-    if "update" in OPTIONS[name] and device.torch_device.type != "cpu":
-        pytest.skip("the plain steps differ from the host's in last bits")
-    plain, found = _trained(device, seed, None), _trained(device, seed, OPTIONS[name])
+@pytest.mark.parametrize("way", ["device", "host", "backward", "beside", "some stay"])
+def test_streamed_states_leave_the_bits_of_both_modes(way: str, seed: int, device: Device) -> None:
+    skip_host_steps(device, way)
+    plain, found = _trained(device, seed, None), _trained(device, seed, WAYS[way])
 
-    assert_same_training(plain[0], plain[1], found[0], found[1])
+    assert_same_training(*plain[:2], *found[:2])
     assert_same(plain[2], found[2])
 
 
 def test_the_mode_is_the_users() -> None:
-    model, optimizer = _made(ReferenceDevice())
-    with offload(optimizer, ReferenceDevice()):
+    model, optimizer = make_training(device := ReferenceDevice(), BeginsInEvalMode, beta=0.9)
+    with offload(optimizer, device):
         assert optimizer.param_groups[0]["train_mode"] is False
-        model(batch(ReferenceDevice(), 0)).sum().backward()
+        model(batch(device, 0)).sum().backward()
         with pytest.raises(Exception, match="not in train mode"):
             optimizer.step()
 

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import StatePiece
-from memkit.plan import states as state_pieces
 from memkit.plan.states import Update
-from memkit.states import trial
 from memkit.states.at_rest import StatesAtRest
 from memkit.states.memory import HostStates
 from memkit.states.on_disk import DiskStates
 from memkit.states.pieces import Piece, StateRecord
-from tests.states.cases import assert_same, offload
+from tests.states.cases import PerParameter, assert_same, cut, offload
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel"),
@@ -67,28 +65,19 @@ def fused(parameters: list[nn.Parameter]) -> Any:
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
-class Scaled(torch.optim.SGD):
+class Scaled(PerParameter):
     """Scales the step of each parameter by a factor that the user has set on it."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                    mean.lerp_(parameter.grad, 0.1)
-                    parameter.sub_(mean * getattr(parameter, "scale", 1.0), alpha=group["lr"])
+    def step_one(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+        parameter.sub_(mean * getattr(parameter, "scale", 1.0), alpha=group["lr"])
 
 
 @pytest.mark.parametrize("master", [None, torch.float32])
 @pytest.mark.parametrize("update", UPDATES)
-def test_what_the_user_puts_on_parameters_between_steps(
-    device: Device, monkeypatch: pytest.MonkeyPatch, update: str, master: torch.dtype | None
-) -> None:
+def test_what_the_user_puts_on_parameters_between_steps(device: Device, monkeypatch: Any, update: str, master: Any) -> None:
     """The two large ones are stepped in windows."""
-    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
-    for module in (state_pieces, trial):
-        monkeypatch.setattr(module, "WINDOW_NUMEL", 256)
+    cut(monkeypatch)
     dtype = torch.float32 if master is None else torch.bfloat16
     ends = []
     for factors in ([1.0, 0.5, 0.0], [1.0, 1.0, 1.0]):
@@ -127,22 +116,20 @@ def test_parameters_that_become_float64(device: Device, update: str) -> None:
     assert_as_plain(device, lambda: make(9), lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), loop, update=update)
 
 
-class Breaking(torch.optim.Optimizer):
+class Breaking(PerParameter):
     """Steps, and then fails if told so."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {"lr": 0.1})
+        super().__init__(parameters, lr=0.1)
         self.told = {"fails": False}
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for parameter in parameters:
-            if parameter.grad is not None:
-                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
-                parameter.sub_(mean.add_(parameter.grad), alpha=0.1)
-        if self.told["fails"] and parameters:
+        super().step()
+        if self.told["fails"] and any(group["params"] for group in self.param_groups):
             raise ArithmeticError("no")
+
+    def step_one(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+        parameter.sub_(state.setdefault("mean", torch.zeros_like(parameter)).add_(parameter.grad), alpha=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:StateOffload. states of")

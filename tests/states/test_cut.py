@@ -18,7 +18,19 @@ from memkit.errors import StateOffloadError
 from memkit.plan import states as state_pieces
 from memkit.states import trial
 from memkit.states.windows import CutPiece
-from tests.states.cases import WAYS, Case, EightBit, FailsOnHost, assert_same, assert_same_training, batch, offload, train
+from tests.states.cases import (
+    WAYS,
+    EightBit,
+    FailsOnHost,
+    Pair,
+    PerParameter,
+    assert_same,
+    assert_same_training,
+    batch,
+    make_training,
+    offload,
+    train,
+)
 from tests.states.test_trial import Momentum
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
@@ -45,9 +57,9 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
-def make_net(device: Device, case: Case | None = None, dtype: torch.dtype = torch.float32) -> Any:
+def make_net(device: Device, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(1)
-    return Net(only_matrices=case is not None and case.name == "Muon").to(device.torch_device, dtype)
+    return Net().to(device.torch_device, dtype)
 
 
 def failing_at(parameter: nn.Parameter, window: int) -> Tensor:
@@ -59,13 +71,11 @@ def failing_at(parameter: nn.Parameter, window: int) -> Tensor:
 
 def num_cut(states: Any) -> int:
     """Return how many parameters are stepped in windows."""
-    pieces = [piece for piece in states._members.pieces if isinstance(piece, CutPiece) and len(piece.parts) > 1]
-    return len(pieces)
+    return sum(isinstance(piece, CutPiece) and len(piece.parts) > 1 for piece in states._members.pieces)
 
 
 def test_states_are_those_of_torch(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device, net=make_net)
     with offload(optimizer, device) as states:
         train(model, optimizer, device, range(1))
         entries = dict(optimizer.state[model.second.weight])
@@ -88,13 +98,11 @@ def test_states_are_those_of_torch(device: Device) -> None:
 @pytest.mark.parametrize("way", ["device", "backward", "host", "beside", "disk", "backward, disk"])
 def test_what_lies_otherwise_is_stepped_whole(way: str) -> None:
     """The elements of a parameter or its states are not adjacent."""
-    device = ReferenceDevice()
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[1], device, **WAYS[way]) as states, warnings.catch_warnings():
+    pair = Pair(device := ReferenceDevice(), net=make_net)
+    with offload(pair.optimizer, device, **WAYS[way]) as states, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "StateOffload: states of .* were put elsewhere")
         for step in range(10):
-            for net, own in zip(nets, optimizers, strict=True):
+            for net, own in pair:
                 weight = net.second.weight
                 if step == 2:
                     weight.data = weight.data.mT.contiguous().mT
@@ -107,32 +115,29 @@ def test_what_lies_otherwise_is_stepped_whole(way: str) -> None:
                     own.state[weight] = {name: value.clone().contiguous() for name, value in own.state[weight].items()}
                 train(net, own, device, [step])
                 states.wait()
-            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            pair.assert_same()
             assert num_cut(states) == (1 if step in ((2, 3) if "disk" in way else (2, 3, 6, 7)) else 2)
     device.synchronize()
     assert not device.races
 
 
 def test_a_gradient_that_lies_otherwise() -> None:
-    device = ReferenceDevice()
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[1], device) as states:
+    pair = Pair(device := ReferenceDevice(), net=make_net)
+    with offload(pair.optimizer, device) as states:
         for step in range(3):
-            for net, own in zip(nets, optimizers, strict=True):
+            for net, own in pair:
                 generator = torch.Generator().manual_seed(step)
                 for parameter in net.parameters():
                     parameter.grad = torch.randn(parameter.size()[::-1], generator=generator).permute(
                         *range(parameter.dim())[::-1]
                     )
                 own.step()
-            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            pair.assert_same()
         assert num_cut(states) == 2
 
 
 def test_no_gradient_is_held(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device, net=make_net)
     with offload(optimizer, device):
         model(batch(device, 0)).square().mean().backward()
         optimizer.step()
@@ -144,8 +149,7 @@ def test_no_gradient_is_held(device: Device) -> None:
 
 
 def test_autograd_sees_what_is_written(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device, net=make_net)
     with offload(optimizer, device) as states:
         loss = model(batch(device, 0)).square().mean()
         loss.backward(retain_graph=True)
@@ -286,28 +290,22 @@ def test_one_that_turns_out_not_to_be_elementwise_is_told() -> None:
         assert_same(optimizer.state_dict(), saved[1])
 
 
-class Averaged(torch.optim.Optimizer):
+class Averaged(PerParameter):
     """Steps by a mean of gradients; it may write to gradients, keep one more state, and fail."""
 
     def __init__(self, parameters: Any, *, unscales: bool = False) -> None:
-        super().__init__(parameters, {"lr": 0.1, "amsgrad": False})
+        super().__init__(parameters, lr=0.1, amsgrad=False)
         self.unscales = unscales
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if self.unscales:
-                    parameter.grad.mul_(1 / 1024)
-                if not parameter.grad.isfinite().all():
-                    raise ArithmeticError("not finite")
-                state = self.state[parameter]
-                mean = state.setdefault("mean", torch.zeros_like(parameter))
-                if group["amsgrad"]:
-                    state.setdefault("most", torch.zeros_like(parameter))
-                parameter.sub_(mean.lerp_(parameter.grad, 0.1), alpha=group["lr"])
+    def step_one(self, group: dict[str, Any], parameter: Tensor, state: dict[str, Any]) -> None:
+        if self.unscales:
+            parameter.grad.mul_(1 / 1024)
+        if not parameter.grad.isfinite().all():
+            raise ArithmeticError("not finite")
+        mean = state.setdefault("mean", torch.zeros_like(parameter))
+        if group["amsgrad"]:
+            state.setdefault("most", torch.zeros_like(parameter))
+        parameter.sub_(mean.lerp_(parameter.grad, 0.1), alpha=group["lr"])
 
 
 def averaged(**options: Any) -> tuple[nn.Parameter, Averaged]:
@@ -361,9 +359,7 @@ def test_closing_half_way_warns(monkeypatch: pytest.MonkeyPatch, unscales: bool)
 @pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 @pytest.mark.parametrize("options", [{"when": "backward"}, {"overlap_forward": True}], ids=str)
 @pytest.mark.parametrize("failing", [1, 2, 4, 7])
-def test_windows_on_the_host_behind_one_that_fails_are_not_stepped(
-    failing: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_on_the_host_behind_one_that_fails_are_not_stepped(failing: int, options: Any, monkeypatch: Any) -> None:
     """The host gets several at once. The report of the parameter is true: as before, or stepped in part."""
     monkeypatch.setattr(state_pieces, "PIECE_BYTES", 2048)
     parameter = nn.Parameter(torch.randn(7, 512, generator=torch.Generator().manual_seed(0)))

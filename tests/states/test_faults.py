@@ -17,10 +17,12 @@ import memkit
 from memkit.device import ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.transfer import ReferenceDisk
+from tests.interrupts import interrupted_after
 from tests.states.cases import (
     WAYS,
     DAdapting,
     Net,
+    Pair,
     Rebinding,
     ScheduleFree,
     assert_same,
@@ -28,6 +30,7 @@ from tests.states.cases import (
     cut,
     is_same,
     make_net,
+    make_training,
     offload,
     train,
 )
@@ -205,17 +208,7 @@ class Compared:
     has_master=st.booleans(),
     seed=st.sampled_from([None, 1, 2]),
 )
-def test_a_fault_of_the_device(
-    name: str,
-    way: str,
-    at: int,
-    error: type[BaseException],
-    has_states: bool,
-    again: int,
-    is_cut: bool,
-    has_master: bool,
-    seed: int | None,
-) -> None:
+def test_a_fault_of_the_device(name, way, at, error, has_states, again, is_cut, has_master, seed) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
             cut(patch)
@@ -263,16 +256,7 @@ def test_a_fault_of_the_device(
     goes_on=st.booleans(),
     is_cut=st.booleans(),
 )
-def test_a_fault_of_the_optimizer(
-    name: str,
-    way: str,
-    at: int,
-    error: type[BaseException],
-    has_states: bool,
-    is_behind: bool,
-    goes_on: bool,
-    is_cut: bool,
-) -> None:
+def test_a_fault_of_the_optimizer(name, way, at, error, has_states, is_behind, goes_on, is_cut) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
             cut(patch)
@@ -316,15 +300,11 @@ def test_an_error_says_what_was_stepped() -> None:
 
 
 @pytest.mark.parametrize("is_set_to_none", [True, False])
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_gradient_that_a_broken_step_has_unscaled_is_not_stepped_with(
-    is_cut: bool, is_set_to_none: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if is_cut:
-        cut(monkeypatch)
-    device = ReferenceDevice()
-    plain, model = make_net(device), make_net(device)
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in (plain, model)]
+@pytest.mark.parametrize("is_cut", [False, True], indirect=True)
+@pytest.mark.usefixtures("is_cut")
+def test_gradient_that_a_broken_step_has_unscaled_is_not_stepped_with(is_set_to_none, monkeypatch) -> None:
+    pair = Pair(device := ReferenceDevice(), fused=True)
+    (plain, model), optimizers = pair.nets, pair.optimizers
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def step(net: Net, optimizer: torch.optim.Optimizer) -> None:
@@ -338,7 +318,7 @@ def test_gradient_that_a_broken_step_has_unscaled_is_not_stepped_with(
         step(model, optimizers[1])
         before = snapshot(model, optimizers[1])
         with monkeypatch.context() as patch:
-            patch.setattr(torch.optim.AdamW, "step", _interrupted(torch.optim.AdamW.step))
+            patch.setattr(torch.optim.AdamW, "step", interrupted_after(torch.optim.AdamW.step))
             with pytest.raises(KeyboardInterrupt):
                 step(model, optimizers[1])
         assert_same(snapshot(model, optimizers[1]), before)
@@ -349,14 +329,6 @@ def test_gradient_that_a_broken_step_has_unscaled_is_not_stepped_with(
         step(plain, optimizers[0])
         step(model, optimizers[1])
         assert_same(snapshot(model, optimizers[1]), snapshot(plain, optimizers[0]))
-
-
-def _interrupted(call: Callable[..., Any]) -> Callable[..., Any]:
-    def step(*args: Any, **options: Any) -> None:
-        call(*args, **options)
-        raise KeyboardInterrupt
-
-    return step
 
 
 def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
@@ -372,9 +344,7 @@ def test_an_optimizer_that_turns_out_not_to_be_separable() -> None:
                         self.state[parameter].setdefault("kept", torch.zeros_like(parameter))
             return super().step(closure) if self.param_groups[0]["num"] > 4 else None
 
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = Late(model.parameters())
+    model, optimizer = make_training(device := ReferenceDevice(), Late)
     with memkit.StateOffload(optimizer, device=device):
         train(model, optimizer, device, range(4))
         before = optimizer.param_groups[0]["d"]

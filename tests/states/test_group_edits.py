@@ -89,25 +89,13 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
     ScheduleFree,
 ]
-
-
 NUM_STEPS = 6
-
-
 WAYS: dict[str, dict[str, Any]] = {
     f"{when} {update}": {"when": when, "update": update} for when in ("step", "backward") for update in ("device", "host")
 }
-
-
 WAYS |= {f"beside {update}": {"overlap_forward": True, "update": update} for update in ("device", "host")}
-
-
 WAYS |= {f"{when} copies": {"when": when, "master": torch.float32} for when in ("step", "backward")}
-
-
 WAYS |= {f"{when} disk": {"when": when, "disk": ReferenceDisk(is_late=False)} for when in ("step", "backward")}
-
-
 LAYERED: dict[str, dict[str, Any] | None] = {"alone": None, "states": {}, "copies": {"master": torch.float32}}
 
 
@@ -146,8 +134,6 @@ def run(seed: int, device: Device, plain: Program, own: Program, wait: Callable[
 
 
 NUM_SEEDS = 8
-
-
 SEEDS = [pytest.param(seed, marks=() if seed == 3 else pytest.mark.slow) for seed in range(NUM_SEEDS)]
 
 

@@ -22,7 +22,7 @@ from memkit.states.host_routes import take_fingerprint
 from memkit.states.host_steps import HostSteps
 from memkit.transfer.staging import PromisedEvent
 from tests.refusing import PinLimit
-from tests.states.cases import FailsOnHost, assert_same, cut, make_net, offload, train
+from tests.states.cases import FailsOnHost, assert_same, cut, make_training, offload, train
 
 SIZES = [(64, 48), (48,), (7, 3), (5,), (64, 64), (1,), ()]
 
@@ -89,21 +89,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> _Seen:
 
 
 MARKS_BYTES = 16
-
-
 """Two fingerprints, which the thread compares."""
-
-
 VIEWS = ("detach", "alias", "view", "empty", "set_")
-
-
 """They touch no bytes."""
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "in windows"])
-def test_in_a_steady_step_the_thread_runs_the_optimizer_alone(
-    seen: _Seen, is_cut: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_steady_step_the_thread_runs_the_optimizer_alone(seen: _Seen, is_cut: bool, monkeypatch: Any) -> None:
     if is_cut:
         for name, value in (("PIECE_BYTES", 2**11), ("_LARGEST_PIECE_BYTES", 2**11), ("WINDOW_NUMEL", 64)):
             monkeypatch.setattr(state_pieces, name, value)
@@ -248,9 +240,7 @@ def test_what_is_written_to_a_copy_is_taken_back_as_on_the_device(device: Device
 
 
 @pytest.mark.parametrize(("forms", "restored"), [("ctctct", 3), ("cctctc", 3)], ids=["as a whole", "in windows"])
-def test_what_windows_have_stepped_since_is_known(
-    forms: str, restored: int, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_windows_have_stepped_since_is_known(forms: str, restored: int, device: Device, monkeypatch: Any) -> None:
     """A parameter that is contiguous in some steps ("c"), and in others transposed ("t") and stepped as a whole, is written
     back to its value from its last step of the same kind."""
     skip_a_gpu(device)
@@ -328,8 +318,7 @@ def test_a_copy_to_memory_that_is_not_pinned_may_fail(monkeypatch: pytest.Monkey
 
 
 def test_host_follows_cpu_copies(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model, optimizer = make_training(device, fused=True)
     copies = [torch.nn.Parameter(parameter.detach().cpu().clone()) for parameter in model.parameters()]
     reference = torch.optim.AdamW(copies, lr=1e-2, fused=True)
     with offload(optimizer, device, update="host"):
@@ -347,8 +336,7 @@ def test_host_follows_cpu_copies(device: Device) -> None:
 
 @pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
 def test_an_error_of_the_class_on_the_host_says_what_is_lost(device: Device) -> None:
-    model = make_net(device)
-    optimizer = FailsOnHost(model.parameters())
+    model, optimizer = make_training(device, FailsOnHost)
     with offload(optimizer, device, update="host"):
         train(model, optimizer, device, range(2))
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))

@@ -21,7 +21,6 @@ from tests.states.test_layered import Ahead
 from tests.threads import num_own_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")
-
 NUM_LINES = [5, pytest.param(40, marks=pytest.mark.slow)]
 
 
@@ -36,11 +35,9 @@ def lost_is_named() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("num_lines", NUM_LINES)
-@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_cut", [False, True], indirect=True)
 @pytest.mark.parametrize("way", WAYS)
-def test_step(way: str, is_cut: bool, num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_cut:
-        cut(monkeypatch)
+def test_step(way: str, is_cut: bool, num_lines: int) -> None:
     threads, held = num_own_threads(), set()
     compared = Compared(ReferenceDevice(), way, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True))
 
@@ -83,7 +80,7 @@ def test_saving(way: str, num_lines: int) -> None:
 )
 def test_backward_of_streamed_layers(options: dict[str, Any], num_lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch)
-    trained = Ahead(ReferenceDevice(), torch.optim.AdamW, torch.optim.AdamW, **options)
+    trained = Ahead(ReferenceDevice(), **options)
     for _ in interrupts(trained.step, num_lines, prepare=trained.begin_anew):
         with lost_is_named():
             trained.assert_whole()

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import memkit
-from memkit.core import torch_private
 from memkit.device import Device, ReferenceDevice
 from memkit.device.clocks import ReferenceStream
 from memkit.errors import DiskError, LayerOffloadError, StateOffloadError
@@ -34,8 +33,6 @@ from tests.states.test_on_disk import Faults
 from tests.weights.cases import RUNS, WIDTH, Block, Stack, inputs, only_lora
 
 Make = Callable[[Any], torch.optim.Optimizer]
-
-
 OPTIMIZERS: dict[str, Make] = {
     "AdamW": partial(torch.optim.AdamW, lr=0.01),
     "AdamW foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
@@ -111,15 +108,18 @@ class Both:
         if has_own:
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self.assert_same()
-
-    def assert_same(self) -> None:
         assert_same(self.plain.state_dict(), self.model.state_dict(), f"parameters after step {self.num_steps}")
+
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.step()
 
     def assert_same_training(self) -> None:
         assert_same_training(self.plain, self.plain_optimizer, self.model, self.optimizer)
 
-    def close(self) -> None:
+    def close(self, *, is_same: bool = True) -> None:
+        if is_same:
+            self.assert_same_training()
         self.states.close()
         self.layers.close()
         if self.plain_states is not None:
@@ -161,7 +161,6 @@ def test_float32_copies_follow_what_is_written_to_host_copies(device: Device) ->
             one.get_submodule("layers.1.up").weight.data[step].mul_(1.5)
 
     both.step()
-    both.assert_same_training()
     both.close()
 
 
@@ -175,10 +174,10 @@ def test_float32_copies_follow_what_is_written_to_host_copies(device: Device) ->
 )
 def test_orders(run: str, disk: memkit.Disk | None, device: Device) -> None:
     both = Both(device, model=Stack(4, run=RUNS[run]), num_slots=1 if disk is None else 2, disk=disk)
-    for _ in range(3):
-        both.step()
+    both.steps(3)
 
-    both.close()
+    both.close(is_same=False)  # unsaved
+    both.assert_same_training()
 
 
 def _frozen_and_tied() -> Stack:
@@ -190,46 +189,31 @@ def _frozen_and_tied() -> Stack:
     return model
 
 
-def test_frozen_and_tied_parameters(device: Device) -> None:
-    both = Both(device, model=_frozen_and_tied())
-    for _ in range(4):
-        both.step()
+@pytest.mark.parametrize("make", [_frozen_and_tied, lambda: only_lora(Stack(4))], ids=["tied", "lora"])
+def test_frozen_and_tied_parameters(make: Callable[[], Stack], device: Device) -> None:
+    """Frozen weights are read behind all steps of their layer, whose trained ones are written back ahead of that."""
+    both = Both(device, model=make(), num_slots=2)
+    both.steps(4)
 
-    both.assert_same_training()
-    both.close()
-
-
-def test_frozen_weights_are_read_behind_all_steps_of_their_layer(device: Device) -> None:
-    """The layer's trained weights are stepped and written back ahead of the rest of its backward."""
-    both = Both(device, model=only_lora(Stack(4)), num_slots=2)
-    for _ in range(4):
-        both.step()
-
-    both.assert_same_training()
     both.close()
 
 
 @pytest.mark.parametrize("disk", [None, ReferenceDisk(seed=1, is_late=False)], ids=["host", "disk"])
 @pytest.mark.parametrize("has_master", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_windows_of_large_parameters_hold_no_slot(
-    has_master: bool, disk: memkit.Disk | None, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_of_large_parameters_hold_no_slot(has_master: bool, disk: Any, device: Device, monkeypatch: Any) -> None:
     cut(monkeypatch, numel=128)
     options: dict[str, Any] = {"master": torch.float32, "dtype": torch.bfloat16} if has_master else {}
     both = Both(device, num_slots=2, disk=disk, **options)
     assert any(len(piece.windows) > 1 for piece in both.states.plan.pieces)
-    for _ in range(4):
-        both.step()
+    both.steps(4)
 
     assert both.layers.stats().num_overflows == 0
-    both.assert_same_training()
     both.close()
 
 
 def test_states_are_in_host_memory_and_figures_are_true(device: Device) -> None:
     both = Both(device)
-    for _ in range(2):
-        both.step()
+    both.steps(2)
 
     numel = sum(parameter.numel() for parameter in both.plain.parameters())
     stats, layers = both.states.stats(), both.layers.stats()
@@ -249,35 +233,27 @@ def test_states_are_in_host_memory_and_figures_are_true(device: Device) -> None:
 @pytest.mark.parametrize("options", [{}, {"num_slots": 2, "disk": ReferenceDisk(seed=3)}], ids=["host", "disk"])
 def test_loading_between_steps(device: Device, options: dict[str, Any], loads: str) -> None:
     both = Both(device, **options)
-    for _ in range(2):
-        both.step()
+    both.steps(2)
     both.model(both.batch()).square().mean().backward()
     for what in loads.split(", "):
         if what == "model":
             both.model.load_state_dict(both.plain.state_dict())
         else:
             both.optimizer.load_state_dict(copy.deepcopy(both.plain_optimizer.state_dict()))
-    for _ in range(2):
-        both.step()
-    both.assert_same_training()
+    both.steps(2)
     both.close()
 
 
 def test_states_that_stay_on_the_device(device: Device) -> None:
     both = Both(device, device_budget="1MiB")
-    for _ in range(2):
-        both.step()
+    both.steps(2)
     both.optimizer.load_state_dict(copy.deepcopy(both.plain_optimizer.state_dict()))
     both.step()
 
     assert both.states.plan.host_bytes == 0
     places = {value.device.type for entries in both.optimizer.state.values() for value in entries.values() if value.dim()}
     assert places == {device.torch_device.type}
-    both.assert_same_training()
     both.close()
-
-
-# What comes and goes
 
 
 @pytest.mark.slow
@@ -288,11 +264,9 @@ def test_layers_that_come_to_stay_on_the_device(device: Device, monkeypatch: pyt
 
     monkeypatch.setattr(shares, "plan_measured", half)
     both = Both(device, model=Stack(8), ratio="auto")
-    for _ in range(5):
-        both.step()
+    both.steps(5)
 
     assert len(both.layers.plan.streamed) == 4
-    both.assert_same_training()
     both.close()
 
 
@@ -307,15 +281,13 @@ def test_states_from_before_are_taken_over_and_given_back(device: Device) -> Non
         both.states = memkit.StateOffload(both.optimizer, when="backward", device=device)
         both.step()
 
-    both.assert_same_training()
     both.close()
     assert all(parameter.grad is None for parameter in both.model.parameters())
 
 
 def test_layers_closed_first_leave_states_that_can_be_closed(device: Device) -> None:
     both = Both(device)
-    for _ in range(2):
-        both.step()
+    both.steps(2)
     both.layers.close()
 
     both.assert_same_training()
@@ -334,16 +306,13 @@ def test_nothing_is_left_once_both_are_closed() -> None:
     both.step()
     model = both.model
     found = [weakref.ref(one) for one in (both.states, both.layers, both.states._in_backward, both.optimizer)]
-    both.close()
+    both.close(is_same=False)
     del both
     gc.collect()
 
     assert [ref() for ref in found] == [None] * 4
     assert hooks_around() == before
     assert all(not weight._backward_hooks and not weight._post_accumulate_grad_hooks for weight in model.parameters())
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(
@@ -367,18 +336,11 @@ def test_other_ways_of_stepping_are_refused(options: dict[str, Any], message: st
 
 
 def test_another_device_is_refused() -> None:
-    device, model = ReferenceDevice(), Stack(2)
-    with (
-        streamed(model, device, num_slots=1) as layers,
-        pytest.raises(ValueError, match="needs parameters on meta; found them on cpu"),
-    ):
-        memkit.StateOffload(layers.optimizer, when="backward", device=_Elsewhere())
-
-
-class _Elsewhere(ReferenceDevice):
-    def __init__(self) -> None:
-        super().__init__()
-        self.torch_device = torch.device("meta")
+    elsewhere = ReferenceDevice()
+    elsewhere.torch_device = torch.device("meta")
+    layers = streamed(Stack(2), ReferenceDevice(), num_slots=1)
+    with layers, pytest.raises(ValueError, match="needs parameters on meta; found them on cpu"):
+        memkit.StateOffload(layers.optimizer, when="backward", device=elsewhere)
 
 
 def test_accumulation_is_refused(device: Device) -> None:
@@ -389,7 +351,7 @@ def test_accumulation_is_refused(device: Device) -> None:
         both.model(both.batch()).square().mean().backward()
     with pytest.raises(LayerOffloadError, match="after 2 backwards"):
         both.optimizer.step()
-    both.close()
+    both.close(is_same=False)
 
 
 def test_gradient_that_no_backward_has_brought_is_refused(device: Device) -> None:
@@ -405,9 +367,6 @@ def test_gradient_that_no_backward_has_brought_is_refused(device: Device) -> Non
     both.close()
 
 
-# What is on its way
-
-
 def _is_behind_steps(both: Both) -> bool:
     """Tell whether the current stream has waited for all work on the stream for steps."""
     if not isinstance(both.device, ReferenceDevice):
@@ -418,14 +377,7 @@ def _is_behind_steps(both: Both) -> bool:
     return all(current.clock.get(number, 0) >= count for number, count in steps.stream.clock.items())
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        pytest.param(0, id="in part", marks=pytest.mark.slow),
-        pytest.param(1, id="in its slot"),
-        pytest.param(5, id="gone from there"),
-    ],
-)
+@pytest.mark.parametrize("layer", [0, 1, 5], ids=["in part", "in its slot", "gone from there"])
 def test_layer_that_was_stepped_is_used_within_the_same_backward(layer: int, device: Device) -> None:
     both = Both(device, model=Stack(6), num_slots=2)
     batch, found = both.batch(), []
@@ -440,31 +392,6 @@ def test_layer_that_was_stepped_is_used_within_the_same_backward(layer: int, dev
     handle.remove()
 
     assert_same(found[0], both.plain.get_submodule(f"layers.{layer}")(batch))
-    both.close()
-
-
-def test_layer_that_is_stepped_in_part_is_used_within_the_same_backward(device: Device) -> None:
-    """A forward within the backward waits for steps beside it."""
-    both = Both(device, model=Stack(4))
-    batch, were_behind, layer = both.batch(), [], both.model.get_submodule("layers.2")
-
-    def use(_: Tensor) -> None:
-        were_behind.append(_is_behind_steps(both))
-        with torch.no_grad():
-            layer(batch)
-
-    def see(_: nn.Module, given: Any) -> None:
-        if torch_private.backward_task() != -1:
-            were_behind.append(_is_behind_steps(both))
-        else:
-            given[0].register_hook(use)
-
-    handle = layer.get_submodule("up").register_forward_pre_hook(see)
-    both.step()
-    handle.remove()
-
-    if isinstance(device, ReferenceDevice):
-        assert were_behind == [False, True]
     both.close()
 
 
@@ -492,13 +419,10 @@ def test_parts_of_a_layer_are_stepped_in_backwards_of_their_own(device: Device) 
             return x + checkpoint(self.down, y.tanh(), use_reentrant=True) + self.lora_b(self.lora_a(x))
 
     both = Both(device, model=Stack(3, block=Parts), num_slots=2)
-    for _ in range(3):
-        both.step()
+    both.steps(3)
 
     both.close()
 
-
-# What goes wrong
 
 KINDS = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}
 
@@ -508,16 +432,16 @@ class Ahead(Both):
 
     def __init__(
         self,
-        device: ReferenceDevice,
-        kind: Any,
-        plain_kind: Any,
+        device: Device,
+        kind: Any = torch.optim.AdamW,
+        plain_kind: Any = None,
         *,
         has_master: bool = False,
         has_states: bool = True,
         disk: Any = None,
     ) -> None:
         options: dict[str, Any] = {"master": torch.float32, "dtype": torch.bfloat16} if has_master else {}
-        make, plain_make = partial(kind, lr=1e-2), partial(plain_kind, lr=1e-2)
+        make, plain_make = partial(kind, lr=1e-2), partial(plain_kind or kind, lr=1e-2)
         super().__init__(device, make, plain_make=plain_make, model=Stack(3), num_slots=2, disk=disk, **options)
         for _ in range(2 * has_states):
             self.step_plain()
@@ -570,20 +494,12 @@ class Ahead(Both):
     is_cut=st.booleans(),
     disk=st.sampled_from([None, None, ReferenceDisk(), ReferenceDisk(seed=1), ReferenceDisk(is_late=False)]),
 )
-def test_a_fault_of_the_device(
-    name: str,
-    at: int,
-    error: type[BaseException],
-    has_states: bool,
-    has_master: bool,
-    is_cut: bool,
-    disk: memkit.Disk | None,
-) -> None:
+def test_a_fault_of_the_device(name, at, error, has_states, has_master, is_cut, disk) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
             cut(patch)
         device, kind = Faulty(), KINDS[name]
-        trained = Ahead(device, kind, kind, has_master=has_master, has_states=has_states, disk=disk)
+        trained = Ahead(device, kind, has_master=has_master, has_states=has_states, disk=disk)
         device.num_calls, device.fails_at = 0, {at: error("injected")}
         try:
             trained.step()
@@ -668,7 +584,7 @@ def test_a_disk_that_fails(what: str, at: int, number: int, lasts: bool, has_sta
             cut(patch)
         faults = Faults()
         disk = ReferenceDisk(fault=faults, is_late=is_late)
-        trained = Ahead(ReferenceDevice(), torch.optim.AdamW, torch.optim.AdamW, has_states=has_states, disk=disk)
+        trained = Ahead(ReferenceDevice(), has_states=has_states, disk=disk)
         faults.arm(what, at, number, lasts=lasts)
         try:
             trained.step()
@@ -689,27 +605,12 @@ def test_a_disk_that_fails(what: str, at: int, number: int, lasts: bool, has_sta
 # Layers that are stepped on the host, beside states of other parameters
 
 
-class Net(nn.Module):
-    """Layers that stream, between an embedding and a head that do not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(16, 32), nn.Linear(32, 4)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for layer in self.layers:
-            x = x + layer(x).relu()
-        return self.head(x)
-
-
-def _made() -> Net:
+def _made() -> Any:
     torch.manual_seed(0)
-    return Net()
+    return Stack(4)
 
 
-def _rest_of(model: Net) -> list[nn.Parameter]:
+def _rest_of(model: Any) -> list[nn.Parameter]:
     return [*model.stem.parameters(), *model.head.parameters()]
 
 
@@ -719,12 +620,9 @@ def test_weights_gradients_and_states_are_all_in_host_memory(device: Device, way
     if device.torch_device.type != "cpu":
         pytest.skip("the plain steps of the layers differ from the host's in last bits")
     plain, model = _made(), _made()
-    x = torch.randn(5, 8, 16, device=device.torch_device)
-    on_layers, on_rest = (
-        torch.optim.AdamW(plain.layers.parameters(), fused=True),
-        torch.optim.AdamW(_rest_of(plain), fused=True),
-    )
-    for batch in x:
+    batches = inputs(device, 5)
+    on_layers, on_rest = (torch.optim.AdamW(some, fused=True) for some in (plain.layers.parameters(), _rest_of(plain)))
+    for batch in batches:
         plain(batch).square().mean().backward()
         for own in (on_layers, on_rest):
             own.step()
@@ -733,7 +631,7 @@ def test_weights_gradients_and_states_are_all_in_host_memory(device: Device, way
     with memkit.LayerOffload(model, offload_ratio=1.0, train="host", device=device):
         mine, rest = torch.optim.AdamW(model.layers.parameters(), fused=True), torch.optim.AdamW(_rest_of(model), fused=True)
         with offload(rest, device, **WAYS[way]) as states:
-            for batch in x:
+            for batch in batches:
                 model(batch).square().mean().backward()
                 for own in (mine, rest):
                     own.step()
@@ -759,9 +657,7 @@ def test_what_streams_is_refused(device: Device) -> None:
 def test_what_is_stepped_within_the_backward_by_others_is_refused(device: Device, when: str) -> None:
     model = _made()
 
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, fused=True)
-
+    make = partial(torch.optim.AdamW, fused=True)
     with memkit.LayerOffload(model, offload_ratio=1.0, train="fused", optimizer=make, device=device):
         for parameters in (model.layers.parameters(), _rest_of(model)):
             with pytest.raises(ValueError, match=re.escape('within the backward by LayerOffload(train="fused")')) as caught:

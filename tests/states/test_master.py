@@ -18,11 +18,12 @@ from tests.states.cases import (
     WAYS,
     Case,
     Net,
+    Pair,
     assert_same,
-    assert_same_training,
     batch,
     cut,
     make_net,
+    make_training,
     offload,
     often,
     skip_host_steps,
@@ -83,28 +84,26 @@ def test_steps_as_the_plain_optimizer_over_copies(device: Device, case: Case, bu
 @pytest.mark.parametrize(("way", "is_cut"), [(way, number % 2 == 0) for number, way in enumerate(WAYS)])
 def test_ways_of_stepping_copies(way: str, is_cut: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_host_steps(device, way)
-    nets = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[0], device, master=torch.float32, device_budget="1GiB"):
+    pair = Pair(device, dtype=torch.bfloat16)
+    with offload(pair.plain_optimizer, device, master=torch.float32, device_budget="1GiB"):
         if is_cut:
             cut(monkeypatch)
-        with offload(optimizers[1], device, master=torch.float32, **WAYS[way]) as states:
+        with offload(pair.optimizer, device, master=torch.float32, **WAYS[way]) as states:
             for step in range(6):
-                for net, own in zip(nets, optimizers, strict=True):
-                    train(net, own, device, [step])
-                    states.wait()
+                pair.train([step])
+                states.wait()
+                for net in pair.nets:
                     if step == 2:
                         with torch.no_grad():
                             net.head.weight.mul_(0.5)
                     elif step == 3:
                         net.layers[0].weight.data[5:20].fill_(0.25)
-            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            pair.assert_same()
+        pair.assert_same()
 
 
 def test_write_back_is_seen_by_autograd(device: Device) -> None:
-    model = make_net(device, dtype=torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device, dtype=torch.bfloat16)
 
     with offload(optimizer, device, master=torch.float32):
         loss = model(batch(device, 0, torch.bfloat16)).float().square().mean()
@@ -130,17 +129,14 @@ def test_a_checkpoint_without_copies_is_taken_up(device: Device) -> None:
 
 
 def test_copies_keep_their_precision_through_a_checkpoint(device: Device) -> None:
-    models = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in models]
-    with offload(optimizers[0], device, master=torch.float32), offload(optimizers[1], device, master=torch.float32):
-        train(models[0], optimizers[0], device, range(3))
-        models[1].load_state_dict(models[0].state_dict())
-        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-        for net, own in zip(models, optimizers, strict=True):
-            train(net, own, device, range(3, 6))
-        assert_same(models[0].state_dict(), models[1].state_dict())
-        assert_same(optimizers[0].state_dict(), optimizers[1].state_dict())
-        assert optimizers[1].state[models[1].head.weight]["exp_avg"].dtype is torch.float32
+    pair = Pair(device, dtype=torch.bfloat16)
+    with offload(pair.plain_optimizer, device, master=torch.float32), offload(pair.optimizer, device, master=torch.float32):
+        pair.train_plain(range(3))
+        pair.model.load_state_dict(pair.plain.state_dict())
+        pair.optimizer.load_state_dict(copy.deepcopy(pair.plain_optimizer.state_dict()))
+        pair.train(range(3, 6))
+        pair.assert_same()
+        assert pair.optimizer.state[pair.model.head.weight]["exp_avg"].dtype is torch.float32
 
 
 def test_master_of_float32_is_refused(device: Device) -> None:

@@ -30,50 +30,35 @@ from memkit.states.on_disk import DiskStates
 from memkit.transfer import ReferenceDisk, staging
 from memkit.transfer.disk import DiskStore, DiskTransfer
 from tests.refusing import PinLimit
-from tests.states.cases import adamw, assert_same, assert_same_training, batch, cut, make_net, offload, train
+from tests.states.cases import Pair, PerParameter, assert_same, batch, cut, make_training, offload, train
 from tests.states.test_faults import Compared
 from tests.threads import num_own_threads
 
 MIB = 2**20
 
 
-# The same bits
-
-
 @pytest.mark.core(1)
-@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_cut", [False, True], indirect=True)
 @pytest.mark.parametrize("budget", [0, "10KiB"])
-def test_the_same_bits_on_a_real_disk(
-    device: Device, budget: int | str, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if is_cut:
-        cut(monkeypatch)
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = adamw(plain), adamw(model)
+def test_the_same_bits_on_a_real_disk(device: Device, budget: int | str, is_cut: bool, tmp_path: Path) -> None:
+    pair = Pair(device)
     threads = num_own_threads()
-    with offload(optimizer, device, disk=_real_disk(tmp_path), device_budget=budget) as states:
-        train(plain, plain_optimizer, device, range(4), accumulate=2)
-        train(model, optimizer, device, range(4), accumulate=2)
-        assert_same_training(plain, plain_optimizer, model, optimizer)
+    with offload(pair.optimizer, device, disk=_Quiet(tmp_path), device_budget=budget) as states:
+        pair.train(range(4), accumulate=2)
+        pair.assert_same()
         assert (states.plan.resident_bytes > 0) == (budget != 0)
-    assert_same_training(plain, plain_optimizer, model, optimizer)
+    pair.assert_same()
     assert num_own_threads() == threads
     assert list(tmp_path.iterdir()) == []
 
 
-def _real_disk(directory: Path) -> memkit.Disk:
-    """Return a disk whose scratch file may go through the system's cache, as on tmpfs: that warns."""
-    return _Quiet(directory)
-
-
 class _Quiet(memkit.Disk):
+    """Its scratch file may go through the system's cache, as on tmpfs: that warns."""
+
     def _make_file(self, num_bytes: int) -> Any:
         file = super()._make_file(num_bytes)
         file.refusal = None
         return file
-
-
-# Where states are
 
 
 @pytest.mark.slow
@@ -99,18 +84,15 @@ def test_host_budget_says_how_much_is_in_host_memory() -> None:
 
 
 def test_a_host_budget_without_room_for_the_buffers() -> None:
-    optimizer = adamw(make_net(ReferenceDevice()))
-    disk = ReferenceDisk()
+    model, optimizer = make_training(device := ReferenceDevice())
 
     with pytest.raises(HostMemoryError, match=r"needs a host_budget of at least 8\.00 MiB, for the buffers"):
-        offload(optimizer, ReferenceDevice(), disk=disk, host_budget="1MiB")
-    train(make_net(ReferenceDevice()), optimizer, ReferenceDevice(), range(1))
+        offload(optimizer, device, disk=ReferenceDisk(), host_budget="1MiB")
+    train(model, optimizer, device, range(1))
 
 
 def test_what_is_told() -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = adamw(model)
+    model, optimizer = make_training(device := ReferenceDevice())
     with offload(optimizer, device, disk=ReferenceDisk()) as states:
         train(model, optimizer, device, range(3))
         text = states.plan.explain()
@@ -126,9 +108,7 @@ def test_what_is_told() -> None:
 
 
 def test_what_stands_for_a_state_says_what_to_do() -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = adamw(model)
+    model, optimizer = make_training(device := ReferenceDevice())
     with offload(optimizer, device, disk=ReferenceDisk()):
         train(model, optimizer, device, range(2))
         entries = optimizer.state[model.head.weight]
@@ -149,13 +129,8 @@ def test_what_stands_for_a_state_says_what_to_do() -> None:
         optimizer.step()
 
 
-# Saving and loading
-
-
 def test_a_state_dict_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = adamw(model)
+    model, optimizer = make_training(device := ReferenceDevice())
     with offload(optimizer, device, disk=ReferenceDisk()):
         train(model, optimizer, device, range(2))
         with monkeypatch.context() as patch:
@@ -166,22 +141,10 @@ def test_a_state_dict_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPat
         assert len(optimizer.state_dict()["state"]) == 9
 
 
-# What goes wrong
-
-
 @pytest.mark.parametrize("has_states", [False, True])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ReferenceDisk(limit="8KiB"),
-        lambda: ReferenceDisk(fault=_no_room),
-    ],
-    ids=["limit", "full"],
-)
+@pytest.mark.parametrize("make", [lambda: ReferenceDisk(limit="8KiB"), lambda: ReferenceDisk(fault=_no_room)])
 def test_a_disk_without_room(make: Callable[[], memkit.Disk], has_states: bool) -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = adamw(model)
+    model, optimizer = make_training(device := ReferenceDevice())
     if has_states:
         train(model, optimizer, device, range(2))
     before, threads = copy.deepcopy(optimizer.state_dict()), num_own_threads()
@@ -203,15 +166,13 @@ def _no_room(what: str, offset: int, num_bytes: int) -> int:
 def test_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     device = ReferenceDevice()
     PinLimit(device, monkeypatch, 0)
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = adamw(plain), adamw(model)
+    pair = Pair(device)
     with pytest.warns(UserWarning, match="StateOffload"):
-        states = offload(optimizer, device, disk=ReferenceDisk(seed=3))
+        states = offload(pair.optimizer, device, disk=ReferenceDisk(seed=3))
     with states:
-        train(plain, plain_optimizer, device, range(4))
-        train(model, optimizer, device, range(4))
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-    assert_same_training(plain, plain_optimizer, model, optimizer)
+        pair.train(range(4))
+        pair.assert_same()
+    pair.assert_same()
 
 
 class Faults:
@@ -222,7 +183,7 @@ class Faults:
         self.what, self.errno, self.lasts = "read", errno.EIO, False
         self._lock = threading.Lock()
 
-    def arm(self, what: str, at: int, number: int, *, lasts: bool) -> None:
+    def arm(self, what: str, at: int, number: int = errno.EIO, *, lasts: bool) -> None:
         self.what, self.fails_at, self.errno, self.lasts, self.num_calls = what, at, number, lasts, 0
 
     def disarm(self) -> None:
@@ -243,90 +204,75 @@ class Faults:
 @pytest.mark.parametrize("at", [0, 3, 7])
 def test_a_disk_that_fails_when_states_are_put_there(at: int, lasts: bool) -> None:
     device, faults = ReferenceDevice(), Faults()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = adamw(plain), adamw(model)
-    for net, own in ((plain, plain_optimizer), (model, optimizer)):
-        train(net, own, device, range(2))
+    pair = Pair(device)
+    pair.train(range(2))
     faults.arm("write", at, errno.EIO, lasts=lasts)
     try:
-        states = offload(optimizer, device, disk=ReferenceDisk(fault=faults))
+        states = offload(pair.optimizer, device, disk=ReferenceDisk(fault=faults))
     except DiskError:
         states = None
     faults.disarm()
-    assert_same_training(plain, plain_optimizer, model, optimizer)
-    for net, own in ((plain, plain_optimizer), (model, optimizer)):
-        train(net, own, device, range(2, 4))
-    assert_same_training(plain, plain_optimizer, model, optimizer)
+    pair.assert_same()
+    pair.train(range(2, 4))
+    pair.assert_same()
     if states is not None:
         states.close()
-    assert_same_training(plain, plain_optimizer, model, optimizer)
+    pair.assert_same()
 
 
 @pytest.mark.filterwarnings("ignore:StateOffload. states of .* were put elsewhere")
 def test_states_that_are_cleared_while_they_can_not_be_written() -> None:
     device, faults = ReferenceDevice(), Faults()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = adamw(plain), adamw(model)
-    with offload(optimizer, device, disk=ReferenceDisk(fault=faults)):
-        train(plain, plain_optimizer, device, range(2))
-        train(model, optimizer, device, range(2))
-        for net in (plain, model):
+    pair = Pair(device)
+    with offload(pair.optimizer, device, disk=ReferenceDisk(fault=faults)):
+        pair.train(range(2))
+        for net in pair.nets:
             net(batch(device, 50)).square().mean().backward()
-        plain_optimizer.step()
+        pair.plain_optimizer.step()
         faults.arm("write", 0, errno.EIO, lasts=True)
         with pytest.raises(DiskError):
-            optimizer.step()
+            pair.optimizer.step()
         faults.disarm()
-        optimizer.step()
+        pair.optimizer.step()
         faults.arm("write", 0, errno.EIO, lasts=True)
-        optimizer.state_dict()  # tells that some are in buffers only
+        pair.optimizer.state_dict()  # tells that some are in buffers only
         faults.disarm()
-        for net, own in ((plain, plain_optimizer), (model, optimizer)):
+        for net, own in pair:
             own.state.clear()
             net.zero_grad()
             train(net, own, device, range(3, 6))
-        assert_same_training(plain, plain_optimizer, model, optimizer)
+        pair.assert_same()
 
 
-class _Growing(torch.optim.Optimizer):
+class _Growing(PerParameter):
     """Has more states from its third step on."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    state["count"] = state.get("count", 0) + 1
-                    state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
-                    if state["count"] > 2:
-                        state.setdefault("square", torch.ones_like(parameter)).mul_(1.5)
-                        state.setdefault("cube", torch.ones_like(parameter, dtype=torch.float64)).mul_(1.5)
-                    parameter.sub_(group["lr"] * state["mean"])
-        return None
+    def step_one(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        state["count"] = state.get("count", 0) + 1
+        state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+        if state["count"] > 2:
+            state.setdefault("square", torch.ones_like(parameter)).mul_(1.5)
+            state.setdefault("cube", torch.ones_like(parameter, dtype=torch.float64)).mul_(1.5)
+        parameter.sub_(group["lr"] * state["mean"])
 
 
 @pytest.mark.parametrize("lasts", [False, True])
 def test_states_that_grow_past_what_was_planned(lasts: bool) -> None:
     device, faults = ReferenceDevice(), Faults()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = _Growing(plain.parameters()), _Growing(model.parameters())
-    with offload(optimizer, device, disk=ReferenceDisk(fault=faults)) as states:
+    pair = Pair(device, _Growing)
+    with offload(pair.optimizer, device, disk=ReferenceDisk(fault=faults)) as states:
         for step in range(6):
-            train(plain, plain_optimizer, device, [step])
-            model(batch(device, 10 * step)).square().mean().backward()
+            pair.train_plain([step])
+            pair.model(batch(device, 10 * step)).square().mean().backward()
             faults.arm("write", 2, errno.EIO, lasts=lasts)
             try:
-                optimizer.step()
+                pair.optimizer.step()
             except DiskError:
                 faults.disarm()
-                optimizer.step()
+                pair.optimizer.step()
             faults.disarm()
-            optimizer.zero_grad()
-        assert_same_training(plain, plain_optimizer, model, optimizer)
+            pair.optimizer.zero_grad()
+        pair.assert_same()
         assert states.stats().disk_written_bytes > states.plan.disk_bytes
 
 
@@ -350,8 +296,7 @@ def test_a_buffer_that_grows_keeps_its_bytes() -> None:
 
 def test_a_disk_that_can_not_be_read_at_the_end() -> None:
     device, faults = ReferenceDevice(), Faults()
-    model = make_net(device)
-    optimizer = adamw(model)
+    model, optimizer = make_training(device)
     states = offload(optimizer, device, disk=ReferenceDisk(fault=faults))
     train(model, optimizer, device, range(3))
     optimizer.state_dict()  # nothing is in a buffer any more
@@ -368,27 +313,21 @@ def test_a_disk_that_can_not_be_read_at_the_end() -> None:
 
 def test_a_state_dict_that_can_not_be_read() -> None:
     device, faults = ReferenceDevice(), Faults()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = adamw(plain), adamw(model)
-    with offload(optimizer, device, disk=ReferenceDisk(fault=faults)):
-        train(plain, plain_optimizer, device, range(3))
-        train(model, optimizer, device, range(3))
+    pair = Pair(device)
+    with offload(pair.optimizer, device, disk=ReferenceDisk(fault=faults)):
+        pair.train(range(3))
         faults.arm("read", 4, errno.EIO, lasts=False)
         with pytest.raises(DiskError, match="reading"):
-            optimizer.state_dict()
+            pair.optimizer.state_dict()
         faults.disarm()
-        assert_same_training(plain, plain_optimizer, model, optimizer)
-
-
-# What is taken
+        pair.assert_same()
 
 
 def test_nothing_is_left_where_nobody_closes(tmp_path: Path) -> None:
     device = ReferenceDevice()
     threads = num_own_threads()
-    model = make_net(device)
-    optimizer = adamw(model)
-    offload(optimizer, device, disk=_real_disk(tmp_path))
+    model, optimizer = make_training(device)
+    offload(optimizer, device, disk=_Quiet(tmp_path))
     train(model, optimizer, device, range(2))
     del optimizer
     gc.collect()
@@ -400,18 +339,12 @@ def test_nothing_is_left_where_nobody_closes(tmp_path: Path) -> None:
 # Within the backward: states are read ahead in its order
 
 
-def _offload(optimizer: torch.optim.Optimizer, device: Device, disk: memkit.Disk, **options: Any) -> memkit.StateOffload:
-    return offload(optimizer, device, disk=disk, when="backward", **options)
-
-
-# The same bits
-
-
 class _Drawn(nn.Module):
     """Layers of several sizes, of which each forward takes some, in any order."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
+        torch.manual_seed(1)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(24, inner), nn.Linear(inner, 24, bias=False)) for inner in (8, 64, 24, 3, 100, 40)
         )
@@ -420,11 +353,6 @@ class _Drawn(nn.Module):
         for number in order:
             x = x + self.layers[number](x).tanh()
         return x
-
-
-def _drawn_order(step: int) -> list[int]:
-    draw = random.Random(step)
-    return draw.sample(range(6), draw.randint(1, 6))
 
 
 class _Prompt(ReferenceDisk):
@@ -452,30 +380,23 @@ DISKS: dict[str, Callable[[], memkit.Disk]] = {
 @pytest.mark.slow
 @pytest.mark.core(1)
 @pytest.mark.parametrize("kind", DISKS)
-@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("is_cut", [False, True], indirect=True)
 @pytest.mark.parametrize("budget", [0, "4KiB"])
-def test_backwards_that_come_otherwise_than_predicted(
-    budget: int | str, is_cut: bool, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if is_cut:
-        cut(monkeypatch)
-    device = ReferenceDevice()
-    torch.manual_seed(1)
-    plain = _Drawn()
-    model = copy.deepcopy(plain)
-    plain_optimizer, optimizer = adamw(plain), adamw(model)
-    with _offload(optimizer, device, DISKS[kind](), device_budget=budget):
+def test_backwards_that_come_otherwise_than_predicted(budget: int | str, is_cut: bool, kind: str) -> None:
+    pair = Pair(device := ReferenceDevice(), net=_Drawn)
+    with offload(pair.optimizer, device, disk=DISKS[kind](), when="backward", device_budget=budget):
         for step in range(16):
-            for net, own in ((plain, plain_optimizer), (model, optimizer)):
-                net(batch(device, step), _drawn_order(step)).square().mean().backward()
+            order = (draw := random.Random(step)).sample(range(6), draw.randint(1, 6))
+            for net, own in pair:
+                net(batch(device, step), order).square().mean().backward()
                 if step % 4 == 1:
                     own.state_dict()  # with parameters on their way that the backward has not come to
                 own.step()
                 own.zero_grad()
-            assert_same(plain.state_dict(), model.state_dict(), f"parameters after step {step}")
+            assert_same(pair.plain.state_dict(), pair.model.state_dict(), f"parameters after step {step}")
             if step % 5 == 4:
-                assert_same(plain_optimizer.state_dict(), optimizer.state_dict(), f"states after step {step}")
-    assert_same_training(plain, plain_optimizer, model, optimizer)
+                pair.assert_same()
+    pair.assert_same()
     device.synchronize()
     assert not device.races
 
@@ -487,35 +408,26 @@ def test_backwards_that_come_otherwise_than_predicted(
 @pytest.mark.parametrize("kind", DISKS)
 def test_states_that_others_put_there_while_the_disk_is_read(kind: str, is_all: bool) -> None:
     """The backward finds them at the parameter, whose states are on their way by then."""
-    device = ReferenceDevice()
-    nets = [make_net(device), make_net(device)]
-    optimizers = [adamw(net) for net in nets]
-    with _offload(optimizers[1], device, DISKS[kind]()) as states:
+    pair = Pair(device := ReferenceDevice())
+    with offload(pair.optimizer, device, disk=DISKS[kind](), when="backward") as states:
         for step in range(5):
-            train(nets[0], optimizers[0], device, [step])
-            train(nets[1], optimizers[1], device, [step], states=states)
-            for net, own in zip(nets, optimizers, strict=True):
+            pair.train([step], states=states)
+            for net, own in pair:
                 saved = copy.deepcopy(own.state_dict()["state"])
                 for number, parameter in enumerate(net.parameters()):
                     if number in (3, 4) and number in saved:
                         found = {name: value * 0.5 for name, value in saved[number].items() if name != "step"}
                         own.state[parameter].update(found if is_all else {"exp_avg": found["exp_avg"]})
-        train(nets[0], optimizers[0], device, [6])
-        train(nets[1], optimizers[1], device, [6], states=states)
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        pair.train([6], states=states)
+        pair.assert_same()
     device.synchronize()
     assert not device.races
-
-
-# What is where, and when
 
 
 @pytest.mark.slow
 def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the backward, each once, and as many ahead as there are buffers."""
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = adamw(model)
+    model, optimizer = make_training(device := ReferenceDevice())
     read, stepped, num_read = list[str](), list[str](), list[int]()
     read_part, step_part = DiskStates.begin_read, DeviceSteps.step
 
@@ -531,7 +443,7 @@ def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(DiskStates, "begin_read", note_read)
     monkeypatch.setattr(DeviceSteps, "step", note_step)
-    with _offload(optimizer, device, ReferenceDisk()) as states:
+    with offload(optimizer, device, disk=ReferenceDisk(), when="backward") as states:
         train(model, optimizer, device, range(2), states=states)
         for noted in (read, stepped, num_read):
             noted.clear()
@@ -540,9 +452,6 @@ def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyP
         assert read == stepped
         assert num_read == [4, 5, 6, 7, 8, 9, 9, 9, 9]
         optimizer.step()
-
-
-# What goes wrong
 
 
 @pytest.mark.slow
@@ -559,18 +468,7 @@ def test_the_next_ones_are_read_while_one_is_stepped(monkeypatch: pytest.MonkeyP
     seed=st.sampled_from([None, 1, 2]),
     is_late=st.booleans(),
 )
-def test_a_disk_that_fails(
-    way: str,
-    what: str,
-    at: int,
-    number: int,
-    lasts: bool,
-    budget: int | str,
-    has_states: bool,
-    is_cut: bool,
-    seed: int | None,
-    is_late: bool,
-) -> None:
+def test_a_disk_that_fails(way, what, at, number, lasts, budget, has_states, is_cut, seed, is_late) -> None:
     """Each parameter is as before the step or as after it, and the step can be ended; or an error names partly stepped ones."""
     with pytest.MonkeyPatch.context() as patch:
         if is_cut:
@@ -646,15 +544,14 @@ def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monk
     PinLimit(device, monkeypatch, 8 * MIB)  # the disk's need
     torch.manual_seed(0)
     plain = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(12))
-    model = copy.deepcopy(plain)
-    optimizers = [torch.optim.AdamW(net.parameters()) for net in (plain, model)]
+    pair = Pair(device, net=lambda *_, **__: copy.deepcopy(plain))
     with pytest.warns(UserWarning, match="did not pin"):
-        states = _offload(optimizers[1], device, _Prompt(), host_budget="22MiB")
+        states = offload(pair.optimizer, device, disk=_Prompt(), when="backward", host_budget="22MiB")
     with states:
         assert [piece.is_on_disk for piece in states.plan.pieces] == [True] * 5 + [False] * 7
         for order in (range(12), [4, 11]):  # behind the last one, the two before it are on their way
             armed = len(order) == 2
-            for net, optimizer in zip((plain, model), optimizers, strict=True):
+            for net, optimizer in pair:
                 x = torch.ones(2, width)
                 for number in order:
                     x = torch.tanh(net[number](x))
@@ -663,28 +560,19 @@ def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monk
                 optimizer.zero_grad()
         armed = False
         assert late
-        assert_same_training(plain, optimizers[0], model, optimizers[1])
+        pair.assert_same()
 
 
-class _Restarting(torch.optim.Optimizer):
+class _Restarting(PerParameter):
     """Begins anew every fifth step, behind the last use of its states."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                mean = state.setdefault("mean", torch.zeros_like(parameter))
-                mean.mul_(0.9).add_(parameter.grad)
-                parameter.sub_(mean, alpha=group["lr"])
-                state["count"] = state.get("count", 0) + 1
-                if state["count"] == 5:
-                    state.clear()
+    def step_one(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(parameter))
+        mean.mul_(0.9).add_(parameter.grad)
+        parameter.sub_(mean, alpha=group["lr"])
+        state["count"] = state.get("count", 0) + 1
+        if state["count"] == 5:
+            state.clear()
 
 
 class _Noting(ReferenceDevice):
@@ -709,13 +597,10 @@ class _Noting(ReferenceDevice):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["step", "backward"])
-def test_nothing_is_read_over_states_that_are_not_kept_while_they_are_copied(
-    when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_read_over_states_that_are_not_kept_while_they_are_copied(when: str, monkeypatch: Any) -> None:
     """If a step leaves no states, no copy comes back to the buffer to tell when the copy from there is done."""
     device = _Noting()
-    nets = [make_net(device), make_net(device)]
-    optimizers = [_Restarting(net.parameters()) for net in nets]
+    pair = Pair(device, _Restarting)
     read, num_read = DiskStore.read, []
 
     def check(self: DiskStore, chunk: Any, span: Any, **options: Any) -> None:
@@ -725,8 +610,7 @@ def test_nothing_is_read_over_states_that_are_not_kept_while_they_are_copied(
         read(self, chunk, span, **options)
 
     monkeypatch.setattr(DiskStore, "read", check)
-    with offload(optimizers[1], device, disk=ReferenceDisk(), when=when):
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            train(net, optimizer, device, range(11))
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+    with offload(pair.optimizer, device, disk=ReferenceDisk(), when=when):
+        pair.train(range(11))
+        pair.assert_same()
     assert num_read

@@ -6,24 +6,16 @@ import copy
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from memkit.device import Device, ReferenceDevice
-from memkit.errors import RaceError, StateOffloadError
+from memkit.errors import StateOffloadError
 from memkit.states import device_steps, host_steps
-from tests.states.cases import (
-    FailsOnHost,
-    assert_same,
-    assert_same_training,
-    batch,
-    is_same,
-    make_net,
-    offload,
-    train,
-)
+from tests.states.cases import FailsOnHost, Pair, assert_same, batch, is_same, make_net, make_training, offload, train
 from tests.states.test_backward import Slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
@@ -34,6 +26,7 @@ class _Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.first = nn.Linear(8, 8)
         self.attention = nn.MultiheadAttention(8, 2)
         self.last = nn.Linear(8, 8)
@@ -92,48 +85,41 @@ def test_what_the_forward_comes_to_first_is_stepped_first(monkeypatch: pytest.Mo
             return self.head(self.body(x))
 
     torch.manual_seed(0)
-    plain, model, x = Model(), Model(), torch.randn(8, 32)
-    model.load_state_dict(plain.state_dict())
-    optimizers = [
-        Drawing(net.parameters(), lr=0.1, momentum=0.9) if draws else torch.optim.AdamW(net.parameters())
-        for net in (plain, model)
-    ]
+    made, x = Model(), torch.randn(8, 32)
+    kind = partial(Drawing, lr=0.1, momentum=0.9) if draws else torch.optim.AdamW
+    pair = Pair(device, kind, net=lambda *_, **__: copy.deepcopy(made))
     stepped, side = list[str](), host_steps.HostSteps if update == "host" else device_steps.DeviceSteps
     name = "begin" if update == "host" else "step"
     step_of = getattr(side, name)
     monkeypatch.setattr(side, name, lambda self, piece, *args: (stepped.append(piece.names), step_of(self, piece, *args))[1])
-    with offload(optimizers[1], device, overlap_forward=True, update=update) as states:
+    with offload(pair.optimizer, device, overlap_forward=True, update=update) as states:
         for step in range(4):
-            for net, own in zip((plain, model), optimizers, strict=True):
+            for net, own in pair:
                 torch.manual_seed(step)
                 net(x).square().mean().backward()
                 own.step()
                 own.zero_grad()
-                if net is model:
-                    model(x)
+                if net is pair.model:
+                    net(x)
         states.wait()
         in_order = [f"parameter 0.{number}" for number in range(7)]
         assert stepped[:7] == in_order
         assert stepped[-7:] == (in_order if draws else [in_order[-1], *in_order[:-1]])
-        assert_same_training(plain, optimizers[0], model, optimizers[1])
+        pair.assert_same()
 
 
 def test_a_module_that_reads_those_of_another(device: Device) -> None:
-    nets = [_Net().to(device.torch_device), _Net().to(device.torch_device)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in nets]
-    with offload(optimizers[1], device, overlap_forward=True) as states:
-        for net, own in zip(nets, optimizers, strict=True):
+    pair, x = Pair(device, net=lambda *_, **__: _Net().to(device.torch_device)), torch.ones(3, 2, 8, device=device.torch_device)
+    with offload(pair.optimizer, device, overlap_forward=True) as states:
+        for net, own in pair:
             for _ in range(3):
-                net(torch.ones(3, 2, 8, device=device.torch_device)).square().mean().backward()
+                net(x).square().mean().backward()
                 own.step()
-        nets[1](torch.ones(3, 2, 8, device=device.torch_device))
+                own.zero_grad()
+        pair.model(x)
         assert states._overlap is not None
         assert not states._overlap._stepped
-        for net in nets:
-            net.zero_grad()
-    for parameter in nets[0].parameters():
-        assert parameter.grad is None
+        pair.assert_same()
 
 
 @pytest.mark.parametrize("update", ["device", "host"])
@@ -158,9 +144,7 @@ def test_models_with_an_optimizer_each_wait_for_their_own(update: str) -> None:
 
 def test_dropped_before_what_was_stepped_on_the_host_came_back() -> None:
     def dropped() -> tuple[nn.Module, weakref.ref[object]]:
-        device = ReferenceDevice()
-        model = make_net(device)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model, optimizer = make_training(device := ReferenceDevice(), fused=True)
         states = offload(optimizer, device, overlap_forward=True, update="host")
         model(batch(device, 0)).square().mean().backward()
         optimizer.step()
@@ -178,22 +162,8 @@ def test_dropped_before_what_was_stepped_on_the_host_came_back() -> None:
     nn.Identity()(torch.ones(1))  # the hook of all forwards goes
 
 
-def test_a_missing_wait_shows() -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with offload(optimizer, device, overlap_forward=True) as states:
-        train(model, optimizer, device, range(2))
-        assert states._overlap is not None
-        states._overlap._pending = {0: next(iter(states._overlap._stepped))}
-        with pytest.raises(RaceError):
-            model(batch(device, 0))
-        states._overlap._pending.clear()
-
-
 def test_gradients_are_held_until_they_were_read(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
     with offload(optimizer, device, overlap_forward=True) as states:
         model(batch(device, 0)).square().mean().backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -208,9 +178,7 @@ def test_gradients_are_held_until_they_were_read(device: Device) -> None:
 
 
 def test_a_forward_on_another_stream_takes_no_wait_away() -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = make_training(device := ReferenceDevice(), fused=True)
     with offload(optimizer, device, overlap_forward=True) as states:
         train(model, optimizer, device, range(2))
         side = device.new_stream("side")
@@ -227,14 +195,9 @@ def test_a_forward_on_another_stream_takes_no_wait_away() -> None:
 
 def test_what_is_written_behind_the_step_is_not_what_is_stepped_with(device: Device) -> None:
     """A learning rate that is a tensor, and the scale of a scaler, are written in place as soon as `step()` has returned."""
-    nets = [make_net(device), make_net(device)]
-    optimizers = [
-        torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-2, device=device.torch_device), fused=True) for net in nets
-    ]
-    seen: list[torch.Tensor] = []
-
-    with offload(optimizers[1], device, overlap_forward=True) as states:
-        for net, own in zip(nets, optimizers, strict=True):
+    pair = Pair(device, lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2, device=device.torch_device), fused=True))
+    with offload(pair.optimizer, device, overlap_forward=True) as states:
+        for net, own in pair:
             scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=8.0, growth_interval=1)
             for step in range(4):
                 scaler.scale(net(batch(device, step)).square().mean()).backward()
@@ -244,52 +207,48 @@ def test_what_is_written_behind_the_step_is_not_what_is_stepped_with(device: Dev
                 own.zero_grad()
         assert states._overlap is not None
         assert states._overlap._run is not None
-        seen += [group["lr"] for group in states._overlap._run._groups]
-        assert all(lr is not optimizers[1].param_groups[0]["lr"] for lr in seen)
+        assert all(group["lr"] is not pair.optimizer.param_groups[0]["lr"] for group in states._overlap._run._groups)
         states.wait()
         assert states._overlap._run is None
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        pair.assert_same()
 
 
 def test_betas_that_are_tensors_are_those_of_the_step() -> None:
-    nets = [make_net(device := ReferenceDevice()), make_net(device)]
-    optimizers = [torch.optim.AdamW(nets[0].parameters(), fused=True), Slow(nets[1].parameters())]
-    for own in optimizers:
+    pair = Pair(device := ReferenceDevice(), Slow)
+    for own in pair.optimizers:
         own.param_groups[0].update(fused=False, foreach=False, betas=(torch.tensor(0.5), torch.tensor(0.9)))
 
-    with offload(optimizers[1], device, overlap_forward=True, update="host") as states:
+    with offload(pair.optimizer, device, overlap_forward=True, update="host") as states:
         for step in range(3):
-            optimizers[1].gate.is_open.clear()
-            for net, own in zip(nets, optimizers, strict=True):
+            pair.optimizer.gate.is_open.clear()
+            for net, own in pair:
                 net(batch(device, step)).square().mean().backward()
                 own.step()
                 torch._foreach_mul_(list(own.param_groups[0]["betas"]), 0.5)
                 own.zero_grad()
-            optimizers[1].gate.is_open.set()
+            pair.optimizer.gate.is_open.set()
             states.wait()
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        pair.assert_same()
 
 
 def test_the_step_and_the_forward_of_others_do_not_wait_for_the_host() -> None:
-    device = ReferenceDevice()
-    nets = [nn.Sequential(*[nn.Linear(24, 24) for _ in range(12)]) for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    optimizers = [torch.optim.AdamW(nets[0].parameters(), fused=True), Slow(nets[1].parameters())]
-    with offload(optimizers[1], device, overlap_forward=True, update="host") as states:
+    made = nn.Sequential(*[nn.Linear(24, 24) for _ in range(12)])
+    pair = Pair(device := ReferenceDevice(), Slow, net=lambda *_, **__: copy.deepcopy(made))
+    with offload(pair.optimizer, device, overlap_forward=True, update="host") as states:
         assert states._overlap is not None
         for step in range(3):
-            optimizers[1].gate.is_open.clear()
-            for net, own in zip(nets, optimizers, strict=True):
+            pair.optimizer.gate.is_open.clear()
+            for net, own in pair:
                 net(batch(device, step)).sum().backward()
                 own.step()
-            assert all(parameter.grad is None for parameter in nets[1].parameters())
+            assert all(parameter.grad is None for parameter in pair.model.parameters())
             assert len(states._overlap._leaving) == len(states.plan.pieces) > 0
-            optimizers[1].gate.is_open.set()
-            optimizers[0].zero_grad()
-            assert_same(nets[0](batch(device, 7)), nets[1](batch(device, 7)))
+            pair.optimizer.gate.is_open.set()
+            pair.plain_optimizer.zero_grad()
+            assert_same(pair.plain(batch(device, 7)), pair.model(batch(device, 7)))
             assert not states._overlap._leaving
         states.wait()
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+        pair.assert_same()
     device.synchronize()
     assert not device.races
 
@@ -298,40 +257,35 @@ def test_the_step_and_the_forward_of_others_do_not_wait_for_the_host() -> None:
 @pytest.mark.parametrize("update", ["device", "host"])
 @pytest.mark.parametrize("swaps", [False, True])
 def test_parameters_written_to_beside_their_step_are_refused(device: Device, update: str, ends: str, swaps: bool) -> None:
-    nets = [make_net(device), make_net(device)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True) for net in nets]
-    with offload(optimizers[1], device, overlap_forward=True, update=update) as states:
-        for net, own in zip(nets, optimizers, strict=True):
-            train(net, own, device, range(2))
-        saved = copy.deepcopy((nets[0].state_dict(), optimizers[0].state_dict()))
+    pair = Pair(device, fused=True)
+    with offload(pair.optimizer, device, overlap_forward=True, update=update) as states:
+        pair.train(range(2))
+        saved = copy.deepcopy((pair.plain.state_dict(), pair.plain_optimizer.state_dict()))
         what = {
-            "load": lambda: optimizers[1].load_state_dict(saved[1]),
+            "load": lambda: pair.optimizer.load_state_dict(saved[1]),
             "wait": states.wait,
-            "forward": lambda: nets[1](batch(device, 1)),
-            "step": optimizers[1].step,
+            "forward": lambda: pair.model(batch(device, 1)),
+            "step": pair.optimizer.step,
         }
         if swaps:
-            head = nets[1].head.weight
+            head = pair.model.head.weight
             head.data = head.data.clone()
         else:
-            nets[1].load_state_dict(saved[0])
+            pair.model.load_state_dict(saved[0])
         with pytest.raises(StateOffloadError, match=r"written to beside its step.* Call states\.wait\(\) first"):
             what[ends]()
-        nets[1].load_state_dict(saved[0])
-        optimizers[1].load_state_dict(saved[1])
-        optimizers[1].zero_grad()
+        pair.model.load_state_dict(saved[0])
+        pair.optimizer.load_state_dict(saved[1])
+        pair.optimizer.zero_grad()
         if device.torch_device.type == "cpu" or update == "device":
-            for net, own in zip(nets, optimizers, strict=True):
-                train(net, own, device, range(2, 4))
+            pair.train(range(2, 4))
             states.wait()
-            assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+            pair.assert_same()
 
 
 @pytest.mark.parametrize("ends", ["wait", "forward", "step", "state_dict"])
 def test_an_error_on_the_host_is_raised_by_what_waits_for_it(ends: str) -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = FailsOnHost(model.parameters())
+    model, optimizer = make_training(device := ReferenceDevice(), FailsOnHost)
     optimizer.told["await"] = has_returned = threading.Event()
     with offload(optimizer, device, overlap_forward=True, update="host") as states:
         model(batch(device, 0)).square().mean().backward()

@@ -16,9 +16,8 @@ from memkit.device import ReferenceDevice
 from memkit.plan import StatePiece
 from memkit.plan import states as state_pieces
 from memkit.plan.states import with_disk
-from memkit.states import trial
 from memkit.transfer import ReferenceDisk
-from tests.states.cases import Odd, Rebinding, assert_same, offload
+from tests.states.cases import Odd, Rebinding, assert_same, cut, offload
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel"),
@@ -152,9 +151,7 @@ def _every_other_on_disk(pieces: Sequence[StatePiece], *_: Any, **__: Any) -> li
 @pytest.mark.parametrize("update", ["device", "host", "disk"])
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))])
 def test_random_program(seed: int, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_pieces, "PIECE_BYTES", 1200)
-    for module in (state_pieces, trial):
-        monkeypatch.setattr(module, "WINDOW_NUMEL", 256)
+    cut(monkeypatch)
     if seed % 3 == 1:
         monkeypatch.setattr(state_pieces, "with_disk", _every_other_on_disk)
     _run(seed, update)

@@ -14,7 +14,7 @@ from memkit.core.tensors import parts_of
 from memkit.device import Device
 from memkit.plan import states as state_pieces
 from memkit.states.packing import copy_each
-from tests.states.cases import EightBit, assert_same, offload
+from tests.states.cases import EightBit, assert_same, offload, skip_host_steps
 from tests.states.test_trial import Momentum
 from tests.weights.wrapped import Int8
 
@@ -82,22 +82,6 @@ def _assert_same_steps(make: Any, act: Act | None, device: Device, patch: pytest
     assert_same(optimizers[0].state_dict()["state"], optimizers[1].state_dict()["state"])
 
 
-def _adamax(row: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adamax(row, lr=1e-2)
-
-
-@pytest.mark.covering(2)
-@pytest.mark.core(1)
-@pytest.mark.parametrize("options", [{}, {"update": "host"}, {"overlap_forward": True}], ids=str)
-@pytest.mark.parametrize("act", [_set_data, _move_data, _exchange, _exchange_data, _exchange_within, _load_exchanged])
-def test_what_somebody_has_put_there_is_stepped(
-    act: Act, options: dict[str, Any], device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if options.get("update") == "host" and device.torch_device.type != "cpu":
-        pytest.skip("steps on the host have other last bits")
-    _assert_same_steps(_adamax, act, device, monkeypatch, **options)
-
-
 class _SetsData(Momentum):
     """Sets the data of its states in each step."""
 
@@ -124,12 +108,17 @@ class _SetsInner(EightBit):
         return None
 
 
-@pytest.mark.parametrize("kind", [_SetsData, _SetsInner])
-@pytest.mark.parametrize("options", [{}, {"overlap_forward": True}], ids=str)
-def test_what_a_step_has_put_there_is_kept(
-    kind: Any, options: dict[str, Any], device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _assert_same_steps(lambda row: kind(row), None, device, monkeypatch, **options)
+ACTS = [_set_data, _move_data, _exchange, _exchange_data, _exchange_within, _load_exchanged]
+
+
+@pytest.mark.covering(2)
+@pytest.mark.core(1)
+@pytest.mark.parametrize("options", [{}, {"update": "host"}, {"overlap_forward": True}], ids=str)
+@pytest.mark.parametrize(("kind", "act"), [*((torch.optim.Adamax, act) for act in ACTS), (_SetsData, None), (_SetsInner, None)])
+def test_what_somebody_or_a_step_has_put_there_is_stepped(kind: Any, act: Any, options: Any, device: Device) -> None:
+    skip_host_steps(device, str(options))
+    with pytest.MonkeyPatch.context() as patch:
+        _assert_same_steps(kind, act, device, patch, **options)
 
 
 def test_tensors_are_copied_whatever_they_are_made_of() -> None:

@@ -14,45 +14,37 @@ from torch.distributed.checkpoint import state_dict as dcp
 
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
-from memkit.transfer import ReferenceDisk
 from tests.interrupts import count_lines, interrupt, spread
 from tests.states.cases import (
     OPTIMIZERS,
     WAYS,
     Case,
+    Pair,
+    PerParameter,
     assert_resumes,
     assert_same,
-    assert_same_training,
-    cut,
     in_all_ways,
-    make_net,
+    make_training,
     offload,
     skip_host_steps,
     train,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
+RESUMING = [case for case in OPTIMIZERS if case.name != "rebinding"]  # which counts outside
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize(
-    ("case", "way", "is_cut"),
-    in_all_ways(case for case in OPTIMIZERS if case.name != "rebinding"),  # it counts outside
-)
-def test_resumes_into_and_from_plain_torch(
-    case: Case, way: str, is_cut: bool, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("case", "way", "is_cut"), in_all_ways(RESUMING), indirect=["is_cut"])
+def test_resumes_into_and_from_plain_torch(case: Case, way: str, is_cut: bool, device: Device, tmp_path: Path) -> None:
     skip_host_steps(device, way)
-    if is_cut:
-        cut(monkeypatch)
     assert_resumes(case, device, tmp_path, num_steps_before=(0, 1), **WAYS[way])
 
 
 def test_a_saved_state_has_no_more_than_its_own_bytes(device: Device) -> None:
     sizes = []
     for is_offloaded in (False, True):
-        model = make_net(device)
-        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = make_training(device)
         states = offload(optimizer, device) if is_offloaded else None
         train(model, optimizer, device, range(2))
         file = io.BytesIO()
@@ -64,52 +56,28 @@ def test_a_saved_state_has_no_more_than_its_own_bytes(device: Device) -> None:
     assert sizes[1] <= 1.02 * sizes[0]
 
 
-def test_all_of_a_state_dict_is_in_host_memory(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with offload(optimizer, device, device_budget=16384) as states:
-        train(model, optimizer, device, range(2))
-        assert 0 < states.plan.resident_bytes < states.plan.resident_bytes + states.plan.host_bytes
-        for entries in optimizer.state_dict()["state"].values():
-            assert all(value.device.type == "cpu" for value in entries.values() if value.dim())
-
-
-def test_a_state_dict_outlives_what_it_is_of(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    states = offload(optimizer, device)
-    train(model, optimizer, device, range(2))
-    held = optimizer.state_dict()
-    copied = copy.deepcopy(held)
-    states.close()
-
-    assert_same(copied, held)
-
-
 def test_loading_does_not_share_with_what_was_loaded(device: Device) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
     train(model, optimizer, device, range(2))
     loaded = copy.deepcopy(optimizer.state_dict())
     kept = copy.deepcopy(loaded)
     with offload(optimizer, device):
         optimizer.load_state_dict(loaded)
         train(model, optimizer, device, range(2, 4))
+        held = optimizer.state_dict()  # it outlives what it is of
+        copied = copy.deepcopy(held)
 
-    assert_same(kept, loaded)
+    assert_same((kept, copied), (loaded, held))
 
 
 def test_a_failed_load_changes_nothing(device: Device) -> None:
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (plain, model))
-    with offload(optimizer, device):
-        train(plain, plain_optimizer, device, range(2))
-        train(model, optimizer, device, range(2))
+    pair = Pair(device)
+    with offload(pair.optimizer, device):
+        pair.train(range(2))
         with pytest.raises(ValueError, match="different number of parameter groups"):
-            optimizer.load_state_dict({"state": {}, "param_groups": []})
-        train(plain, plain_optimizer, device, range(2, 4))
-        train(model, optimizer, device, range(2, 4))
-        assert_same_training(plain, plain_optimizer, model, optimizer)
+            pair.optimizer.load_state_dict({"state": {}, "param_groups": []})
+        pair.train(range(2, 4))
+        pair.assert_same()
 
 
 @pytest.mark.parametrize("update", ["device", "host"])
@@ -117,66 +85,47 @@ def test_a_failed_load_changes_nothing(device: Device) -> None:
 def test_distributed_checkpoint(device: Device, full: bool, update: str) -> None:
     fused = update == "host"
     options: Any = dcp.StateDictOptions(full_state_dict=full)
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2, fused=fused) for net in (plain, model))
-    for net in (plain, model):  # of which torch would miss the states
+    pair = Pair(device, fused=fused)
+    for net in pair.nets:  # of which torch would miss the states
         net.empty.requires_grad_(False)
         net.unused.requires_grad_(False)
-    with offload(optimizer, device, device_budget=8192, update=update):
-        train(plain, plain_optimizer, device, range(2))
-        found = copy.deepcopy(dcp.get_optimizer_state_dict(plain, plain_optimizer, options=options))
-        model.load_state_dict(plain.state_dict())
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        dcp.set_optimizer_state_dict(model, optimizer, found, options=options)
-        assert_same(before, model.state_dict())
-        own = dcp.get_optimizer_state_dict(model, optimizer, options=options)
+    with offload(pair.optimizer, device, device_budget=8192, update=update):
+        pair.train_plain(range(2))
+        found = copy.deepcopy(dcp.get_optimizer_state_dict(pair.plain, pair.plain_optimizer, options=options))
+        pair.model.load_state_dict(pair.plain.state_dict())
+        before = {name: value.clone() for name, value in pair.model.state_dict().items()}
+        dcp.set_optimizer_state_dict(pair.model, pair.optimizer, found, options=options)
+        assert_same(before, pair.model.state_dict())
+        own = dcp.get_optimizer_state_dict(pair.model, pair.optimizer, options=options)
         assert_same(found, own)
-        train(plain, plain_optimizer, device, range(2, 4))
-        train(model, optimizer, device, range(2, 4))
+        pair.train(range(2, 4))
         if device.torch_device.type == "cpu" or update == "device":
-            assert_same_training(plain, plain_optimizer, model, optimizer)
+            pair.assert_same()
 
 
 @pytest.mark.parametrize("budget", [0, 4096])
 def test_loading_keeps_the_precision_that_the_optimizer_keeps(device: Device, budget: int) -> None:
-    class Precise(torch.optim.Optimizer):
+    class Precise(PerParameter):
         """Keeps float32 states of parameters of any precision."""
 
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {"lr": 1e-2})
+        def step_one(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
+            mean = state.setdefault("mean", torch.zeros_like(parameter, dtype=torch.float32))
+            mean.lerp_(parameter.grad.float(), 0.1)
+            parameter.sub_((group["lr"] * mean).to(parameter.dtype))
 
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        state = self.state[parameter]
-                        mean = state.setdefault("mean", torch.zeros_like(parameter, dtype=torch.float32))
-                        mean.lerp_(parameter.grad.float(), 0.1)
-                        parameter.sub_((group["lr"] * mean).to(parameter.dtype))
-            return None
-
-    nets = [make_net(device, dtype=torch.bfloat16) for _ in range(2)]
-    optimizers = [Precise(net.parameters()) for net in nets]
-    train(nets[0], optimizers[0], device, range(3))
-    nets[1].load_state_dict(nets[0].state_dict())
-    with offload(optimizers[1], device, device_budget=budget):
-        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-        for net, own in zip(nets, optimizers, strict=True):
-            train(net, own, device, range(3, 5))
-        assert_same_training(nets[0], optimizers[0], nets[1], optimizers[1])
+    pair = Pair(device, Precise, dtype=torch.bfloat16)
+    pair.train_plain(range(3))
+    pair.model.load_state_dict(pair.plain.state_dict())
+    with offload(pair.optimizer, device, device_budget=budget):
+        pair.optimizer.load_state_dict(copy.deepcopy(pair.plain_optimizer.state_dict()))
+        pair.train(range(3, 5))
+        pair.assert_same()
 
 
 # Loading that is broken off: states are the old or the loaded ones, or an error says that they are neither
 
 
-LOADED_WAYS: dict[str, dict[str, Any]] = {
-    "device": {},
-    "some stay": {"device_budget": 8192},
-    "host": {"update": "host"},
-    "backward": {"when": "backward"},
-    "disk": {"disk": ReferenceDisk()},
-}
+LOADED_WAYS = "device", "some stay", "host", "backward", "disk"
 
 
 class Broken(dict[Any, Any]):
@@ -187,35 +136,20 @@ class Broken(dict[Any, Any]):
 
 
 def test_states_that_are_half_loaded_are_used_by_nobody() -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with offload(optimizer, device):
-        train(model, optimizer, device, range(2))
-        saved = copy.deepcopy(optimizer.state_dict())
-        broken = {**saved, "state": {**saved["state"], 5: Broken()}}
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.load_state_dict(broken)
-        for use in (optimizer.step, optimizer.state_dict, optimizer.step):
-            with pytest.raises(
-                StateOffloadError, match=r"load_state_dict\(\) was interrupted.* Load the optimizer and the model again"
-            ):
-                use()
-        optimizer.load_state_dict(saved)
-
-        assert_same(optimizer.state_dict(), saved)
-
-
-def test_closing_behind_it_warns() -> None:
-    device = ReferenceDevice()
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device := ReferenceDevice())
     states = offload(optimizer, device)
     train(model, optimizer, device, range(2))
-    saved = optimizer.state_dict()
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.load_state_dict({**saved, "state": {**saved["state"], 5: Broken()}})
-
+    saved = copy.deepcopy(optimizer.state_dict())
+    for _ in range(2):
+        optimizer.load_state_dict(saved)
+        assert_same(optimizer.state_dict(), saved)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.load_state_dict({**saved, "state": {**saved["state"], 5: Broken()}})
+        for use in (optimizer.step, optimizer.state_dict, optimizer.step):
+            with pytest.raises(
+                StateOffloadError, match=r"load_state_dict\(\) was interrupted.* Load the optimizer and the model"
+            ):
+                use()
     with pytest.warns(UserWarning, match=r"some parameters have loaded states, others none"):
         states.close()
 
@@ -232,18 +166,16 @@ IN_DEFAULT = "device", "backward"
     ],
 )
 def test_interrupts_at_any_line(way: str, num_lines: int) -> None:
-    device = ReferenceDevice()
-    plain, model = make_net(device), make_net(device)
-    plain_optimizer, optimizer = (torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (plain, model))
+    pair = Pair(device := ReferenceDevice())
     saved, num_readable = [], 0
     for number in range(3):
-        saved.append(copy.deepcopy((plain.state_dict(), plain_optimizer.state_dict())))
-        train(plain, plain_optimizer, device, range(number, number + 1))
-    with offload(optimizer, device, **LOADED_WAYS[way]) as states:
+        saved.append(copy.deepcopy((pair.plain.state_dict(), pair.plain_optimizer.state_dict())))
+        pair.train_plain(range(number, number + 1))
+    with offload(pair.optimizer, device, **WAYS[way]) as states:
 
         def load(number: int) -> None:
-            model.load_state_dict(saved[number][0])
-            optimizer.load_state_dict(saved[number][1])
+            pair.model.load_state_dict(saved[number][0])
+            pair.optimizer.load_state_dict(saved[number][1])
 
         load(1)
         num_all = count_lines(lambda: load(1), None)
@@ -252,14 +184,14 @@ def test_interrupts_at_any_line(way: str, num_lines: int) -> None:
             load(2)
             place = interrupt(lambda: load(1), line, None)
             with contextlib.suppress(StateOffloadError):
-                found = copy.deepcopy(optimizer.state_dict())
+                found = copy.deepcopy(pair.optimizer.state_dict())
                 num_readable += 1
                 assert found["state"].keys() == saved[1][1]["state"].keys(), place
                 num_steps = int(next(iter(found["state"].values()))["step"])
                 assert_same(found, saved[num_steps][1], str(place))
             load(2)
-            assert_same(optimizer.state_dict(), saved[2][1], str(place))
-        train(model, optimizer, device, range(2, 3), states=states)
-        assert_same_training(plain, plain_optimizer, model, optimizer)
+            assert_same(pair.optimizer.state_dict(), saved[2][1], str(place))
+        train(pair.model, pair.optimizer, device, range(2, 3), states=states)
+        pair.assert_same()
     assert 0 < num_readable < len(lines)
     assert not device.races

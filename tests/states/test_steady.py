@@ -23,7 +23,7 @@ from memkit.errors import StateOffloadError
 from memkit.plan import states as state_pieces
 from memkit.states.pieces import ConsumedGradient
 from tests.calls import DEVICE, is_counted, num_calls
-from tests.states.cases import WAYS, EightBit, Make, assert_same, assert_same_training, batch, make_net, offload, train
+from tests.states.cases import WAYS, EightBit, assert_same, assert_same_training, batch, make_net, make_training, offload, train
 from tests.threads import num_own_threads
 
 
@@ -31,8 +31,7 @@ from tests.threads import num_own_threads
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["device", "host", "disk", "backward, disk"])
 def test_holds_after_100_steps_what_it_did_after_three(device: Device, way: str) -> None:
-    model = make_net(device)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = make_training(device)
     scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=2.0)
     counter = device.memory_counter()
     assert counter is not None
@@ -88,15 +87,7 @@ def _fused(parameters: Any) -> torch.optim.Optimizer:
         (_fused, torch.float32, "host", True, 115, 42),
     ],
 )
-def test_a_steady_step_takes_few_calls(
-    make: Make,
-    master: torch.dtype | None,
-    way: str,
-    is_cut: bool,
-    most: float,
-    in_thread: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_steady_step_takes_few_calls(make, master, way, is_cut, most, in_thread, monkeypatch) -> None:
     """For each piece, in this thread and in that of steps on the host; and it asks little of the device."""
     if is_cut:
         for name, value in (("PIECE_BYTES", 2**12), ("_LARGEST_PIECE_BYTES", 2**12), ("WINDOW_NUMEL", 64)):
@@ -166,9 +157,6 @@ def test_states_that_stay_are_there_once(device: Device) -> None:
         own = {one.untyped_storage().data_ptr() for one in alike} - {weight.untyped_storage().data_ptr()}
 
         assert len(own) == 3  # AdamW's two, and the parameter as it was
-
-
-# All states fit, or nobody calls close
 
 
 @pytest.mark.parametrize("options", [{"overlap_forward": True}, {"when": "backward"}], ids=str)

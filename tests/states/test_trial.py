@@ -98,18 +98,17 @@ def _parameters(number: int = 4) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(number)]
 
 
+def test_one_that_steps_parameters_without_gradient() -> None:
+    _refused(_StepsAll(_parameters()), "_StepsAll does something with those that have none: they gave another parameter")
+
+
 def _refused(optimizer: torch.optim.Optimizer, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         offload(optimizer, ReferenceDevice())
 
 
-def test_one_that_steps_parameters_without_gradient() -> None:
-    _refused(_StepsAll(_parameters()), "_StepsAll does something with those that have none: they gave another parameter")
-
-
 def test_one_that_needs_all_gradients() -> None:
-    parameters = _parameters()
-    optimizer = _NeedsAll(parameters)
+    optimizer = _NeedsAll(parameters := _parameters())
     with offload(optimizer, ReferenceDevice()):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)

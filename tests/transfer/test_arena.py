@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -84,21 +85,12 @@ def _small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
 
 
-@pytest.fixture
-def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pin without touching: gigabytes of addresses cost a test nothing."""
-    monkeypatch.setattr(host_memory.Addresses, "commit", lambda self, device, start, end: device.pin(self.bytes[start:end]))
+UNTOUCHED: Any = host_memory.Addresses, "commit", lambda self, device, start, end: device.pin(self.bytes[start:end])
+"""Pins without touching: gigabytes of addresses cost a test nothing."""
 
 
 def _set_meminfo(available_bytes: int, total_bytes: int = 0) -> None:
     host_memory.MEMINFO.write_text(f"MemTotal: {total_bytes // 1024} kB\nMemAvailable:  {available_bytes // 1024} kB\n")
-
-
-def _addresses(span: Span) -> list[tuple[int, int]]:
-    return [(piece.data_ptr(), piece.data_ptr() + piece.numel()) for piece in span.pieces]
-
-
-# Places
 
 
 def test_equal_steps_find_the_same_places_and_pin_once() -> None:
@@ -137,9 +129,6 @@ def test_pinned_memory_is_not_copied_by_a_fork() -> None:
     assert " wf" in flags
 
 
-# Properties
-
-
 @settings(max_examples=15)
 @given(
     st.lists(st.tuples(st.integers(1, 3 * MIB), st.integers(0, 99), st.booleans()), max_size=25), st.sampled_from([0, 2**30])
@@ -147,7 +136,7 @@ def test_pinned_memory_is_not_copied_by_a_fork() -> None:
 def test_spans_are_aligned_apart_and_cut_at_segment_edges(steps: list[tuple[int, int, bool]], loose_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arena, "LOOSE_BYTES", loose_bytes)
-        patch.setattr(host_memory.Addresses, "commit", lambda self, device, start, end: device.pin(self.bytes[start:end]))
+        patch.setattr(*UNTOUCHED)
         device = CountingDevice()
         host, spans = Arena(device), list[Span]()
         for size, which, is_give in steps:
@@ -156,7 +145,7 @@ def test_spans_are_aligned_apart_and_cut_at_segment_edges(steps: list[tuple[int,
             else:
                 spans.append(host.take(size))
 
-            pieces = sorted(address for span in spans for address in _addresses(span))
+            pieces = sorted((at := piece.data_ptr(), at + piece.numel()) for span in spans for piece in span.pieces)
             assert all(before[1] <= after[0] for before, after in itertools.pairwise(pieces))
             assert all(start % 512 == 0 for start, _ in pieces)
             for start, end in pieces:
@@ -178,7 +167,7 @@ def test_spans_are_aligned_apart_and_cut_at_segment_edges(steps: list[tuple[int,
 @given(st.lists(st.integers(1, 3 * MIB), min_size=1, max_size=12), st.lists(st.sets(st.integers(0, 11)), max_size=8))
 def test_changing_steps_in_reverse_order_never_leave_gaps(sizes: list[int], subsets: list[set[int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_memory.Addresses, "commit", lambda self, device, start, end: device.pin(self.bytes[start:end]))
+        patch.setattr(*UNTOUCHED)
         host = Arena(CountingDevice())
         for subset in subsets:
             spans = [host.take(size) for index, size in enumerate(sizes) if index in subset]
@@ -189,9 +178,9 @@ def test_changing_steps_in_reverse_order_never_leave_gaps(sizes: list[int], subs
         assert host.held_bytes - host.peak_in_use_bytes < PAGE
 
 
-@pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_above_a_gibibyte_little_more_is_held_than_was_in_use(seed: int) -> None:
+def test_above_a_gibibyte_little_more_is_held_than_was_in_use(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*UNTOUCHED)
     host, rng = Arena(CountingDevice()), random.Random(seed)
     num_scattered = 0
     for _ in range(20):
@@ -228,16 +217,11 @@ def test_spans_that_are_pinned_as_one() -> None:
 
 
 def test_spans_that_are_pinned_as_one_are_taken_together_or_not_at_all() -> None:
-    host = Arena(CountingDevice(), limit_bytes=4 * PAGE)
-
-    with pytest.raises(HostMemoryError, match="host_limit_bytes"):
-        host.take_pinned_as_one([PAGE] * 5)
-
-    assert (host.in_use_bytes, host.held_bytes) == (0, 0)
-    failing = Arena(CountingDevice(failing_pins=(2,)))
-    with pytest.raises(HostMemoryError, match="pins no more"):
-        failing.take_pinned_as_one([PAGE] * 3)
-    assert (failing.in_use_bytes, failing.held_bytes) == (0, 0)
+    limited, failing = Arena(CountingDevice(), limit_bytes=4 * PAGE), Arena(CountingDevice(failing_pins=(2,)))
+    for host, message in ((limited, "host_limit_bytes"), (failing, "pins no more")):
+        with pytest.raises(HostMemoryError, match=message):
+            host.take_pinned_as_one([PAGE] * 5)
+        assert (host.in_use_bytes, host.held_bytes) == (0, 0)
 
 
 def test_scatters_a_span_rather_than_hold_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,9 +240,6 @@ def test_scatters_a_span_rather_than_hold_too_much(monkeypatch: pytest.MonkeyPat
     host.give(scattered)
 
     assert host.take(2 * MIB).ranges == ((3 * MIB, 5 * MIB),)
-
-
-# Last uses
 
 
 def test_bytes_taken_again_carry_all_pending_last_uses() -> None:
@@ -349,9 +330,6 @@ def test_copies_that_start_together_come_behind_what_reads_their_spans_still() -
     assert not device.races
 
 
-# Reserving and giving back
-
-
 def test_reserve_runs_ahead_of_take() -> None:
     device = CountingDevice()
     device.gate = threading.Event()
@@ -425,10 +403,8 @@ def test_trim_gives_back_whole_free_segments_from_the_high_end() -> None:
 def test_memory_that_a_copy_may_still_read_is_not_given_back(act: Callable[[Arena], None]) -> None:
     device, pending = CountingDevice(), ManualEvent()
     host = Arena(device)
-    first, second, third = host.take(PAGE), host.take(PAGE), host.take(PAGE)
-    host.give(first)
-    host.give(second, pending)
-    host.give(third)
+    for span, last_use in zip([host.take(PAGE) for _ in range(3)], (None, pending, None), strict=True):
+        host.give(span, last_use)
 
     act(host)
     assert host.held_bytes == 2 * PAGE
@@ -463,9 +439,6 @@ def test_span_is_given_once_and_to_its_arena() -> None:
     host.take(512)
     with pytest.raises(AssertionError, match="twice"):
         host.give(span)
-
-
-# Failures and limits
 
 
 def test_segment_that_could_not_be_pinned_is_passed_over() -> None:
@@ -608,9 +581,6 @@ def test_addresses_are_halved_until_the_system_gives_them(monkeypatch: pytest.Mo
         host.take(2**30)
 
 
-# Threads
-
-
 def test_threads_share_an_arena() -> None:
     host = Arena(CountingDevice(pin_s=0.001))
     host.reserve(8 * PAGE)
@@ -640,8 +610,6 @@ def test_threads_share_an_arena() -> None:
     host.close()
     assert host.held_bytes == 0
 
-
-# Interrupts
 
 SIZES = (PAGE // 2, PAGE, 1000, 3 * PAGE // 2)
 
@@ -696,27 +664,3 @@ def test_interrupted_arena_neither_loses_memory_nor_gives_it_to_two(trims: bool)
         assert sum(pinned.numel() for pinned in case.device._pinned) == case.arena.held_bytes, place
         for span in spans:
             case.arena.give(span)
-
-
-# Free ranges
-
-
-@pytest.mark.parametrize(
-    ("act", "taken", "left"),
-    [
-        (lambda gaps: gaps.take(4), ((20, 24),), [(0, 2), (24, 26), (40, 44)]),  # of the lowest that is large enough
-        (lambda gaps: gaps.take(2), ((0, 2),), [(20, 26), (40, 44)]),
-        (lambda gaps: gaps.take(7), (), [(0, 2), (20, 26), (40, 44)]),
-        (lambda gaps: gaps.take(9, scatters=True), ((20, 26), (40, 43)), [(0, 2), (43, 44)]),  # of the largest
-        (lambda gaps: gaps.free((26, 40)), None, [(0, 2), (20, 44)]),
-        (lambda gaps: gaps.cut((1, 42)), None, [(0, 1), (42, 44)]),
-    ],
-)
-def test_free_ranges(act: Callable[[host_memory.Gaps], object], taken: object, left: list[tuple[int, int]]) -> None:
-    gaps = host_memory.Gaps()
-    for byte_range in [(20, 26), (0, 2), (40, 44)]:
-        gaps.free(byte_range)
-
-    assert act(gaps) == taken
-    assert gaps.ranges == left
-    assert gaps.num_bytes == sum(end - start for start, end in left)

@@ -84,19 +84,16 @@ def test_failing_copy_is_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.pinned == set()
 
 
-def test_refuses_sizes_that_are_not_positive() -> None:
-    with pytest.raises(ValueError, match="found 0 and 5"):
-        measure_link(CpuDevice(), num_bytes=0)
-    with pytest.raises(ValueError, match="found 1 and 0"):
-        measure_link(CpuDevice(), num_bytes=1, repeats=0)
+@pytest.mark.parametrize(("options", "found"), [({"num_bytes": 0}, "0 and 5"), ({"num_bytes": 1, "repeats": 0}, "1 and 0")])
+def test_refuses_sizes_that_are_not_positive(options: dict[str, int], found: str) -> None:
+    with pytest.raises(ValueError, match=f"found {found}"):
+        measure_link(CpuDevice(), **options)
 
 
 def test_prints_gigabytes_per_second() -> None:
     assert str(Link(d2h_bytes_per_s=55.3e9, h2d_bytes_per_s=55.5e9, latency_s=1e-5)) == (
         "55.3 GB/s to the host, 55.5 GB/s back, 10 us each"
     )
-    assert link.Link.__doc__ is not None
-    assert "both at once are slower" in link.Link.__doc__
 
 
 def test_interrupt_that_keeps_a_span_from_its_taker_is_what_the_caller_sees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,9 +119,6 @@ class Gate:
         return gated
 
 
-# Bytes and order
-
-
 @pytest.mark.usefixtures("limit")
 def test_what_went_out_comes_back(device: Device) -> None:
     case = Case(device)
@@ -196,9 +193,6 @@ def test_several_pieces_are_one_copy(device: Device, monkeypatch: pytest.MonkeyP
     case.close()
 
 
-# Events that a thread is yet to record
-
-
 @pytest.mark.usefixtures("limit")
 def test_asking_for_a_copy_does_not_wait_for_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(device)
@@ -239,7 +233,6 @@ def test_host_waits_for_copies_that_were_asked_for(device: Device, monkeypatch: 
     case.close()
 
 
-@pytest.mark.usefixtures("limit")
 def test_device_that_runs_at_once_waits_for_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CpuDevice()
     PinLimit(device, monkeypatch, 0)
@@ -256,18 +249,13 @@ def test_device_that_runs_at_once_waits_for_the_thread(monkeypatch: pytest.Monke
     case.close()
 
 
-# Failures
-
-
 @pytest.mark.usefixtures("limit")
 @pytest.mark.parametrize("is_out", [False, True])
-def test_error_in_a_thread_is_raised_where_it_is_waited_for(
-    is_out: bool, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_in_a_thread_is_raised_where_it_is_waited_for(is_out: bool, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(device)
     case.fill(1)
     storage = case.new_storage(9)
-    num_left = [2]
+    num_left, num_users = [2], torch._C._storage_Use_Count(storage._cdata)
 
     def failing(copy: Any) -> Any:
         def copy_twice(destination: Tensor, source: Tensor, stream: Stream) -> None:
@@ -290,29 +278,10 @@ def test_error_in_a_thread_is_raised_where_it_is_waited_for(
         with pytest.raises(RuntimeError, match="the link is down"):
             device.synchronize(failed.done)
     assert failed.done.is_reached()
+    assert torch._C._storage_Use_Count(storage._cdata) == num_users
 
     case.wait(case.copy_back(case.spans[2], storage))
     case.assert_holds(storage, 3)
-    del storage
-    case.close()
-
-
-@pytest.mark.usefixtures("limit")
-def test_failed_copy_does_not_hold_the_storage(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("the link is down")
-
-    case = Case(device)
-    storage = case.new_storage()
-    num_users = torch._C._storage_Use_Count(storage._cdata)
-    with monkeypatch.context() as patch:
-        for name in ("copy", "copy_pageable"):
-            patch.setattr(device, name, fail)
-        transfer = case.copy_back(case.spans[0], storage)
-        with pytest.raises(RuntimeError, match="the link is down"):
-            case.wait(transfer)
-
-    assert torch._C._storage_Use_Count(storage._cdata) == num_users
     del storage
     case.close()
 
@@ -333,15 +302,23 @@ def test_storage_that_is_gone_is_an_error(device: Device, monkeypatch: pytest.Mo
     case.close()
 
 
-def test_memory_that_must_be_pinned_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "size", "message"),
+    [
+        ({}, 2, "the test's limit"),
+        ({}, 40, "the test's limit"),
+        ({"limit_bytes": 2 * PAGE, "must_pin": False}, 3, r"host_limit_bytes leaves 4\.00 MiB"),
+    ],
+)
+def test_memory_that_must_be_pinned_or_is_too_short_is_not_replaced(
+    options: dict[str, Any], size: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = ReferenceDevice()
     limit = PinLimit(device, monkeypatch, PAGE)
-    host = Arena(device)
+    host = Arena(device, **options)
 
-    with pytest.raises(HostMemoryError, match="the test's limit"):
-        host.take_pinned_as_one([PAGE, PAGE])
-    with pytest.raises(HostMemoryError, match="the test's limit"):
-        host.take(40 * PAGE)
+    with pytest.raises(HostMemoryError, match=message):
+        host.take(size * PAGE) if size > 10 else host.take_pinned_as_one([PAGE] * size)
 
     assert (host.refusal, host.held_bytes, limit.pinned) == (None, 0, {})
 
@@ -392,17 +369,6 @@ def test_buffers_are_made_for_the_largest_span(monkeypatch: pytest.MonkeyPatch) 
     assert not limit.pinned
 
 
-def test_memory_that_is_too_short_is_not_taken_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = ReferenceDevice()
-    limit = PinLimit(device, monkeypatch, PAGE)
-    host = Arena(device, limit_bytes=2 * PAGE, must_pin=False)
-
-    with pytest.raises(HostMemoryError, match=r"host_limit_bytes leaves 4\.00 MiB"):
-        host.take_pinned_as_one([PAGE] * 3)
-
-    assert (host.refusal, host.held_bytes, limit.pinned) == (None, 0, {})
-
-
 def test_buffers_yield_to_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     device = ReferenceDevice()
     limit = PinLimit(device, monkeypatch, LIMITS["staged"])
@@ -431,9 +397,6 @@ def test_close_with_copies_under_way_waits_for_them(device: Device, limit: PinLi
             case.assert_holds(storage, 1 + number)
         del storages, storage
         assert not limit.pinned
-
-
-# What the reference device shows
 
 
 def test_event_is_not_taken_before_it_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
