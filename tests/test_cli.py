@@ -530,3 +530,24 @@ def test_language_model_by_its_configuration(capsys: pytest.CaptureFixture[str],
     assert out.startswith("LlamaForCausalLM on meta")
     assert "states of AdamW: " in out
     assert "This fits in 1 GiB as it is" in out
+
+
+def test_an_input_keeps_a_dtype_of_its_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = """from torch import nn
+class Two(nn.Embedding):
+    def forward(self, tokens, scale):
+        return super().forward(tokens) * scale[..., None]
+def two():
+    return Two(10, 4)
+"""
+    (tmp_path / "two_inputs.py").write_text(model)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--input", "2x3:int64", "--input", "2x3:fp32", "--dtype", "bf16", "--device", "meta"]
+
+    status, _, error = run_command(capsys, "profile", "two_inputs:two", *arguments, "--json", "report.json")
+
+    saved = MemoryReport.from_json(tmp_path / "report.json").saved
+    assert status == 0, error
+    assert [(record.dtype, record.storage_bytes) for record in saved] == [("int64", 48), ("float32", 24)]

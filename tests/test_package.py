@@ -88,7 +88,7 @@ def test_layering_check_can_fail() -> None:
 
 MOST_LINES = {
     "": 475,
-    "activations": 11278,
+    "activations": 11309,
     "cli": 1243,
     "core": 2937,
     "device": 1442,
@@ -97,10 +97,10 @@ MOST_LINES = {
     "optimizers": 547,
     "page": 578,
     "plan": 7197,
-    "profile": 5484,
+    "profile": 5486,
     "recording": 2827,
-    "states": 6202,
-    "transfer": 2205,
+    "states": 6208,
+    "transfer": 2202,
     "weights": 4935,
 }
 """The lines that each room may have, "" for the modules beside the rooms: raised only by a commit that says what for."""

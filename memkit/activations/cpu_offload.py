@@ -226,23 +226,27 @@ class CPUOffload(ForwardContext):
 
 
 class _NoOffload(ForwardContext):
-    _hooks: SavedTensorHooks | None = None
-
     def _begin(self, resident: Mapping[int, weakref.ref[torch.UntypedStorage]], block: Block) -> None:
-        around = innermost_hooks()
+        around, entries, is_paused = innermost_hooks(), entries_around(), paused.are_any()
         paused.blocks.append(block)
-        self._hooks = None
-        if around is not None and isinstance(around.owner, Entry) and around.owner.recording is None:
-            self._hooks = SavedTensorHooks(_kept, unpack, block=block)  # a forward that follows a schedule sees no save
-            self._hooks.__enter__()
+        if is_paused:
+            return
+        if around is not None and entries and around.owner is entries[0] and entries[0].recording is None:
+            self._entry = SavedTensorHooks(_kept, unpack, block=block)  # a forward that follows a schedule sees no save
+            self._entry.__enter__()
+            return
+        for entry in entries:  # whose hooks others call, which have to see each save
+            if isinstance(entry.moving, MovingStage):
+                entry.moving.go_save_by_save()
 
     @property
     def _title(self) -> str:
         return "no_offload"
 
     def end_block(self, *, has_failed: bool) -> None:
-        if self._hooks is not None:
-            self._hooks.__exit__()
+        hooks, self._entry = self._entry, None
+        if hooks is not None:
+            hooks.__exit__()
         paused.leave(self._block)
 
     def __repr__(self) -> str:

@@ -296,7 +296,7 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
                     made[source] = first_use.get(value, end)
                     pending += ins[maker[source]]
         for value in order:
-            gone.add(since[value], min(made[value], until.get(value, end)), sizes[value])
+            gone.add(since[value], min(made.get(value, first_use.get(value, end)), until.get(value, end)), sizes[value])
         return list(map(sub, held_bytes, gone.each()))
 
     def drop(values: Sequence[int]) -> list[int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -147,11 +147,13 @@ class _Tracer(StorageLog):
     def gauge(self) -> PeakGauge:
         return _Spans(self)
 
-    def recorded(self) -> ExitStack:
-        if self._min_bytes is not None:
-            self._recorded.enter_context(ModuleTrail(self.recording))
-            self._recorded.enter_context(Recorder(self.recording, op_kinds(), default_generator, lambda *_: 0.0))
-        return self._recorded
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        with self._recorded as recorded:
+            if self._min_bytes is not None:
+                recorded.enter_context(ModuleTrail(self.recording))
+                recorded.enter_context(Recorder(self.recording, op_kinds(), default_generator, lambda *_: 0.0))
+            yield
 
     def end_forward(self) -> None:
         self._recorded.close()

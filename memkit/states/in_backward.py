@@ -153,6 +153,7 @@ class BackwardSteps(Accumulating):
             self.mend(self._pieces)
         run = stepping.unfinished
         if run is None:
+            stepping.tell()
             self._on_device.disk.tidy(self._pieces)
             are_late = any(piece.plan.update is Update.HOST for piece in self._pieces)  # stepped behind the backward perhaps
             run = stepping.unfinished = OneStep(self._optimizer, copies=are_late)

@@ -104,7 +104,7 @@ class ForwardOverlap:
         self._read.clear()
         self._held.clear()
         self._marks.clear()
-        self._run = None
+        self._run = self._written = None
 
     def _note_left(self, piece: Piece) -> None:
         self._hold(piece)

@@ -44,9 +44,7 @@ class Stepping:
         """Step due pieces, with the next ones on their way: those on the host in a thread, and meanwhile others on the device.
         Unless `in_order`, pieces that stay on the device come between those that move. If `note_left` is given, `join` waits
         for pieces stepped on the host."""
-        untold, self.untold = self.untold, None
-        if untold is not None:
-            raise untold
+        self.tell()
         self.unfinished, self.is_broken = run, True
         generators: list[torch.Generator] = []
         try:
@@ -131,10 +129,17 @@ class Stepping:
                 self._step_on_device(on_device, run, note_stepped)
             self._on_host.join(part)
 
+    def tell(self) -> None:
+        """Raise the error of an earlier step on the host that nobody has heard of."""
+        untold, self.untold = self.untold, None
+        if untold is not None:
+            raise untold
+
     def _step_on_device(self, parts: Sequence[Piece], run: OneStep, note_stepped: Callable[[Piece], object]) -> None:
-        num_begun = 0
+        disk, num_begun = self._on_device.disk, 0
         for number, part in enumerate(parts):
-            self._on_device.disk.read_ahead(parts[number:])
+            if disk.opened is not None:
+                disk.read_ahead(parts[number:])
             num_begun = self._begin(self._on_device, parts, num_begun)
             if num_begun == number:  # it is not there yet
                 self._on_device.begin(part)

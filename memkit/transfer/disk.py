@@ -130,7 +130,7 @@ class DiskQueue:
             error: BaseException | None = None
             try:
                 step()
-            except BaseException as raised:  # it is told at the next call
+            except BaseException as raised:
                 error = raised
             del step
             with self._changed:

@@ -132,10 +132,7 @@ class DiskFile(ABC):
     def _move_all(self, move: Callable[[Sequence[memoryview], int], int], buffers: Sequence[memoryview], offset: int) -> None:
         num_bytes, done, num_tries = sum(map(len, buffers)), 0, 0
         while done < num_bytes:
-            try:
-                moved = move(buffers if done == 0 else _behind(buffers, done), offset + done)
-            except InterruptedError:
-                continue
+            moved = move(buffers if done == 0 else _behind(buffers, done), offset + done)
             if self.is_direct:  # only whole pages: the next ones have to begin at one
                 moved -= moved % DISK_PAGE_BYTES
             num_tries = 0 if moved else num_tries + 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
@@ -280,7 +280,7 @@ def test_host_memory_that_is_short_for_a_moment(offloads: Offloads, monkeypatch:
         follows.append(offloads.follows)
         assert_same_bits([gradient_of(y, x)], [wanted])
         del y
-    assert follows == [False] + [True] * 7
+    assert follows == [False] * 3 + [True] * 5
 
 
 def test_peek_ahead_of_the_backward(offloads: Offloads) -> None:
@@ -679,3 +679,43 @@ def test_forward_that_leaves_the_schedule_of_another_trace_for_the_latest(offloa
                     y = y[:5].exp()
             found.append(gradient_of(y, weight))
         assert_same_bits(found[:1], found[1:])
+
+
+class _Around:
+    """The contexts between a `CPUOffload` and a `no_offload` whose saved tensors they see themselves."""
+
+    @staticmethod
+    def layers(model: nn.Module, device: Device) -> AbstractContextManager[object]:
+        return memkit.LayerOffload(model, num_resident=0, train="host", device=device)
+
+    @staticmethod
+    def watching(model: nn.Module, device: Device) -> AbstractContextManager[object]:
+        return memkit.Rematerialize("100MiB", tag="around", min_bytes=0)
+
+    @staticmethod
+    def regions(model: nn.Module, device: Device) -> AbstractContextManager[object]:
+        return memkit.Rematerialize(0.8, tag="around", min_bytes=0)
+
+
+@pytest.mark.parametrize("around", [_Around.layers, _Around.watching, _Around.regions])
+def test_no_offload_in_a_context_within(around: Callable[[nn.Module, Device], AbstractContextManager[object]]) -> None:
+    device = ReferenceDevice()
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Tanh()) for _ in range(6)])
+    moved, recorded, is_streamed = list[int](), list[bool](), around is _Around.layers
+    with around(model, device) if is_streamed else nullcontext():
+        for kind in "------oooo--oo":
+            inputs = torch.randn(8, 16, requires_grad=True)
+            with (
+                memkit.CPUOffload(1.0, tag="outer", min_bytes=0, device=device),
+                nullcontext() if is_streamed else around(model, device),
+            ):
+                hidden = model[:2](inputs)
+                with memkit.no_offload() if kind == "o" else nullcontext():
+                    hidden = model[2:4](hidden)
+                loss = model[4:](hidden).square().mean()
+            loss.backward()
+            moved.append(memkit.stats("outer").num_copies_out)
+            recorded.append(not is_streamed and memkit.stats("around").is_recorded)
+
+    assert max(moved[-7:-4] + moved[-2:]) < min(moved[4:6] + moved[-4:-2])
+    assert not any(recorded[4:])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit import profile_memory
@@ -246,3 +247,12 @@ def test_smallest_budget_is_refused_there_as_well() -> None:
     memkit.attach(model, _offload("attached"))
     with pytest.raises(ProfileError, match=r'CPUOffload \(tag "attached"\), which the model enters'):
         memkit.Rematerialize.min_budget(model, x, min_bytes=0)
+
+
+def test_inside_of_a_checkpointed_function_is_refused(profile: Profile) -> None:
+    def profiles(inputs: Tensor) -> Tensor:
+        profile(nn.Linear(8, 8))
+        return inputs
+
+    with pytest.raises(memkit.errors.ProfileError, match=r"found torch\.utils\.checkpoint around it"):
+        checkpoint(profiles, torch.ones(1, requires_grad=True), use_reentrant=False)

@@ -19,7 +19,7 @@ from memkit.device import Device, ReferenceDevice
 from memkit.errors import LayerOffloadError, StateOffloadError
 from memkit.states.packing import OnDisk
 from memkit.transfer import ReferenceDisk
-from tests.states.cases import ScheduleFree, assert_same, offload
+from tests.states.cases import ScheduleFree, assert_same, assert_same_training, batch, make_net, offload, train
 from tests.weights.cases import Stack, inputs
 
 pytestmark = [
@@ -269,3 +269,33 @@ def test_streamed_model_of_which_a_parameter_leaves_and_is_trained_on_is_refused
         layers.optimizer.param_groups[0]["params"].pop()
         with pytest.raises(LayerOffloadError, match=r"has a gradient, and the optimizer does not know it.* set requires_grad"):
             model(batch).square().mean().backward()
+
+
+@pytest.mark.filterwarnings("ignore:StateOffload. .* steps on the host without its fused kernel")
+@pytest.mark.parametrize("update", ["device", "host"])
+def test_parameters_that_come_where_all_states_fit(device: Device, update: str) -> None:
+    if update == "host" and device.torch_device.type != "cpu":
+        pytest.skip("the plain steps differ from the host's in last bits")
+
+    def trained(streams: bool) -> Any:
+        net, later = make_net(device), torch.nn.Linear(24, 400, device=device.torch_device)
+        with torch.no_grad():
+            later.weight.fill_(0.1)
+            later.bias.fill_(0.2)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        states = offload(optimizer, device, device_budget="30KiB", update=update) if streams else None
+        train(net, optimizer, device, range(2))
+        if states is not None:
+            assert states.plan.is_empty
+        optimizer.add_param_group({"params": later.parameters()})
+        for step in range(2, 4):
+            net(later(batch(device, step))[:, :24]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if states is not None:
+            assert states.stats().host_bytes > 0
+            assert states.stats().resident_bytes <= 30 * 1024
+            states.close()
+        return torch.nn.ModuleList([net, later]), optimizer
+
+    assert_same_training(*trained(False), *trained(True))

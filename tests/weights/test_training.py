@@ -285,3 +285,37 @@ def test_gradients_of_a_layer_that_are_made_on_several_streams_are_sent_behind_a
 
     assert len(made) == 2 * 2 * 2 * 16
     assert not device.races
+
+
+def test_memory_that_a_gradient_is_on_its_way_to_is_not_given_back(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack(4).to(device.torch_device)
+    offload = memkit.LayerOffload(model, device=device, offload_ratio=1.0, train="host")
+    batches, sent, added = inputs(device), [], []
+    with offload:
+        model(batches[0]).square().sum().backward()
+        gradients = offload._gradients
+        assert gradients is not None
+        copy_out, give = type(gradients._lanes).copy_out, type(offload._arena).give
+
+        def send(lanes: Any, source: Any, span: Any, **options: Any) -> Any:
+            sent.append(span)
+            return copy_out(lanes, source, span, **options)
+
+        def check(arena: Any, span: Any, *rest: Any) -> None:
+            assert all(span is not other for other in sent)
+            give(arena, span, *rest)
+
+        def fail() -> None:
+            raise RuntimeError("no wait")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gradients, "_window_bytes", 0)
+            patch.setattr(gradients, "_await_oldest", fail)
+            patch.setattr(gradients, "_add", lambda *_: added.append(True))
+            patch.setattr(type(gradients._lanes), "copy_out", send)
+            patch.setattr(type(offload._arena), "give", check)
+            gradients._in_flight.append((torch.UntypedStorage(0), device.record_event(device.current_stream())))
+            with pytest.raises(RuntimeError, match="no wait"):
+                model(batches[1]).square().sum().backward()
+
+    assert not added

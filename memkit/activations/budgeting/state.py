@@ -51,6 +51,7 @@ class BudgetState(RematState):
         """The numbers of finished backwards and of steps that deviated, when the last forward began."""
         self.judged: tuple[Trace, Planned] | None = None
         self.peak: StepPeak | None = None
+        self.of_report: tuple[object, Foresight] | None = None
 
     def _part(self, kind: Callable[[str], _Part]) -> _Part:
         part = kind(self.tag)
@@ -80,7 +81,12 @@ class BudgetState(RematState):
         if shown is not None:
             self.foreseen = None  # no longer of use
             return shown
-        return self.foreseen if report is None or report.trace is None else Foresight(report.trace)
+        trace = None if report is None else report.trace
+        if trace is None:
+            return self.foreseen
+        if self.of_report is None or self.of_report[0] is not trace:
+            self.of_report = trace, Foresight(trace)
+        return self.of_report[1]
 
     def end_forward(self) -> None:
         """Note the bytes that a forward has left on the device. If an idle step left too much to fit, the next step is looked

@@ -151,6 +151,11 @@ class MovingStage(Stage):
 
     # Following a schedule
 
+    def go_save_by_save(self) -> None:
+        self._capture = None
+        if self._scheduled is not None:
+            self._scheduled.stop()
+
     def follow_schedules(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         self._saves = ScheduledSaves(take)
         return self._saves.pack
@@ -160,7 +165,7 @@ class MovingStage(Stage):
         if self._backward_has_begun():
             self._end_part()
             behind = None
-        if self._forwards or self._saves is None or not self._is_alone:
+        if self._forwards or self._saves is None or not self._is_alone or (paused.blocks and paused.are_any()):
             return None
         capture = self._capture
         if behind is None and capture is None:
@@ -399,7 +404,7 @@ def follow_schedule(
             window.has_schedule = True
             window.device.empty_cache()  # steps without a schedule have left it in more pieces than later ones need
     schedule: Schedule = trace.schedule[1]
-    if not all(save.stays for save in schedule.saves[:place]):
+    if schedule.pass_once() or not all(save.stays for save in schedule.saves[:place]):
         return None
     made = open_scheduled(window, schedule, trace, counts)
     if made is None:
@@ -421,6 +426,8 @@ def open_scheduled(window: OffloadWindow, schedule: Schedule, trace: Trace, coun
     if len(spans) < len(schedule.host_bytes) or any(span.staging is not None for span in taken):
         for span in taken:
             window.arena.give(span)
+        if len(spans) < len(schedule.host_bytes):
+            schedule.note_no_room()
         return None
     for span in taken:
         for event in span.free_events:

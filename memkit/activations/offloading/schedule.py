@@ -22,6 +22,7 @@ from memkit.plan.plans import Action
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, copy_by_turns
 
+_MOST_PASSED = 64
 _MOST_LOOKS = 3
 _MAX_PLACES = 4
 _MOST_STALL = 1 / 20
@@ -57,6 +58,8 @@ class Schedule:
     ) -> None:
         copies = self.copies = parts[0]
         self.parts, self.num_values = parts, num_values
+        self.num_passed = self._num_refused = 0
+        """How many more forwards go without it, since host memory is short: some values may find room."""
         self.sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
         self.rest = leaving.difference(*requests)
         """Moved values that no backward asks for: they may outlive the backwards."""
@@ -113,6 +116,17 @@ class Schedule:
                 )
             )
         return made
+
+    def note_no_room(self) -> None:
+        """Note that there is no host memory for it: some forwards do without it, more each time, up to `_MOST_PASSED`."""
+        self._num_refused += 1
+        self.num_passed = min(2**self._num_refused, _MOST_PASSED)
+
+    def pass_once(self) -> bool:
+        if self.num_passed:
+            self.num_passed -= 1
+            return True
+        return False
 
     def _peak_bytes(self, requests: Sequence[Sequence[int]]) -> int:
         """Return the most bytes of its values on the device. A value that stays is freed by its last requesting backward."""
