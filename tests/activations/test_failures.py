@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -52,21 +53,31 @@ def test_forward_that_broke_off_is_no_measure(device: Device, offloading: Offloa
 # Host memory
 
 
+def _big_step(device: Device, context: Callable[[], Any] = nullcontext) -> list[Any]:
+    """Eight storages of a mebibyte."""
+    x = torch.randn(2**18, generator=torch.Generator().manual_seed(0)).to(device.torch_device).requires_grad_()
+    with context():
+        y = x.clone()
+        for _ in range(8):
+            y = y.sin()
+    y.sum().backward()
+    return [y.detach(), x.grad]
+
+
 @pytest.mark.parametrize("limit_bytes", [0, HOST_PAGE_BYTES, 2 * HOST_PAGE_BYTES])
 def test_host_limit_leaves_the_rest_on_the_device_with_one_warning(
     limit_bytes: int, device: Device, offloading: Offload
 ) -> None:
-    x, units = leaf_on(device.torch_device), [2**20 // UNIT_BYTES] * 8
-    plain = step(x, units)
+    plain = _big_step(device)
     context = offloading(1.0, "limit", window_bytes=0, host_limit_bytes=limit_bytes)
     with pytest.warns(UserWarning, match=r"\"limit\"\): it leaves 1.00 MiB on the device: .*host_limit_bytes") as caught:
-        found = step(x, units, lambda: context)
+        found = _big_step(device, lambda: context)
     assert len(caught) == 1
     assert_same_bits(found, plain)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
-            assert_same_bits(step(x, units, lambda: context), plain)
+            assert_same_bits(_big_step(device, lambda: context), plain)
 
             stats = memkit.stats("limit")
             assert (stats.moved_out_bytes, stats.kept_bytes) == (limit_bytes, 8 * 2**20 - limit_bytes)
