@@ -205,11 +205,10 @@ def inside(optimizer: Any) -> Any:
 
 
 def keep_in_place(offload: LayerOffload) -> LayerOffload:
-    """Have a model whose layers stream stay where it is, when a training loop moves it, or a module that has it inside.
+    """Keep a model whose layers stream in its place when a training loop moves it, or a module that contains it.
 
-    Trainers move the model that they are given to the device (`model.to("cuda")`), which would bring all that streams there.
-    From now on such calls leave the model alone, until `offload.close()`. The callbacks do it themselves. A cast of the model
-    raises.
+    Trainers move the given model to the device (`model.to("cuda")`), and with it all streamed layers. Until `offload.close()`
+    such calls leave the model alone, and a cast of it raises. The callbacks call this themselves.
 
     Args:
         offload: one that is open.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MIB = 2**20
 _TOLERANCE = 1e-6
 _INFEASIBLE = 2
-"""What `scipy.optimize.linprog` calls a program that nothing satisfies; 1, 3 and 4 are failures."""
+"""The status of `scipy.optimize.linprog` for a program without a solution; 1, 3 and 4 are failures."""
 
 Row = dict[int, float]
 
@@ -39,8 +39,8 @@ def why_no_bound() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The seconds that no plan of a step can beat under a budget (infinity where none keeps to it), and what each byte less
-    takes at least."""
+    """The least seconds of any plan of a step under a budget (infinity if none keeps to it), and the least seconds that each
+    byte less adds."""
 
     budget_bytes: int
     seconds: float
@@ -76,7 +76,7 @@ def first_needs(problem: Problem) -> dict[int, int]:
 
 class _Program:
     """The rows and columns, in MiB and milliseconds: shares of values that leave and are dropped, ops that run again; for each
-    slot what compute is late there, what was copied and fetched by its end, and what is on the host alone."""
+    slot the delay of compute, the bytes copied and fetched by its end, and the bytes that are on the host alone."""
 
     def __init__(self, problem: Problem, limit_bytes: int, allowed: frozenset[Action]) -> None:
         self.problem, self.limit_mib = problem, limit_bytes / _MIB
@@ -197,7 +197,7 @@ class _Program:
         return columns
 
     def _memory(self, alone: list[int]) -> None:
-        """Working bytes, what is there whatever is done, and what is in its gap and neither dropped nor on the host alone."""
+        """Bound the working bytes, the values no action frees, and those in their gap neither dropped nor on the host alone."""
         problem, num_slots = self.problem, self.problem.num_slots
         there, changes = [0.0] * (num_slots + 1), defaultdict[int, Row](dict)
         for index, held in enumerate(problem.values):

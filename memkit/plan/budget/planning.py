@@ -1,4 +1,4 @@
-"""From a step and a budget of the whole device to a plan, or to what is in the way of one."""
+"""Plans a step under a budget of the whole device, or explains why no plan keeps to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memkit.plan.remat import Outcome
 
 _OF_HANDLING = 0.2
-"""So much of what is spared the host a step may take longer on the device: the device need not wait for all of it."""
+"""A step may take longer on the device by this share of the time the host saves: the device waits for only part of that."""
 
 
 _NUM_RUNGS = 60
@@ -39,27 +39,27 @@ up to 3 % less on ResNet-50 and a Llama, and far less on long chains of convolut
 
 
 class JointPlanner:
-    """The plans of one step, for one budget after the other. What was found for a smaller budget is a plan for a larger one."""
+    """Plans one step for one budget after the other. A plan for a smaller budget also serves a larger one."""
 
     def __init__(self, problem: Problem, actions: Collection[Action] = BOTH) -> None:
         self.problem, self.actions = problem, frozenset(actions) & BOTH
         self.handling_s = 0.0
-        """What the host takes for a value that goes, if the device waits for it: then fewer and larger ones are chosen, though
-        others may be a little quicker on the device. What is predicted is the device's time all the same."""
+        """The host's seconds for a value that goes, if the device waits for them: then fewer, larger values are chosen, though
+        others may be a little quicker on the device. Predictions remain those of the device's time."""
         self.alone = (
             {action: JointPlanner(problem, {action}) for action in sorted(self.actions)} if self.actions == BOTH else {}
         )
         self._found: dict[int, Simulated] = {}
         self._rungs: dict[int, Simulated] = {}
-        """The same, found without what was found for others."""
+        """The same, found without the plans for other budgets."""
         self._bounds: dict[int, Bound | None] = {}
         self._spared: dict[int, Simulated] = {}
-        """By budget, what is chosen where the host is to be spared."""
+        """By budget, the choice that spares the host."""
         self._least: Simulated | None = None
         self._walks: Walks | None = None
 
     def _seeds(self, budget_bytes: int) -> list[Outcome]:
-        """Return what a `Walk` drops where saved tensors may take as much less as the step may."""
+        """Return the drops of `Walk`s whose limit is as far below all saved bytes as the budget is below the plain peak."""
         problem, step = self.problem, self.problem.trace.step
         limit_bytes = step.saved_bytes - problem.plain_peak_bytes + budget_bytes
         if self.actions != {Action.RECOMPUTE} or limit_bytes > _TIGHT * step.saved_bytes:
@@ -70,8 +70,7 @@ class JointPlanner:
         return self._walks.seeds(limit_bytes)
 
     def least(self) -> Simulated:
-        """Return the step that takes the fewest bytes of those that a search for it looks at: the same whatever was planned
-        before."""
+        """Return the step with the fewest bytes that a search for it finds; earlier plans don't change the result."""
         if self._least is None:
             found = [search_least(self.problem, self.actions), *(planner.least() for planner in self.alone.values())]
             self._least = min(found, key=lambda step: (step.peak_bytes, step.seconds))

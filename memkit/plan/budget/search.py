@@ -29,17 +29,17 @@ _MOST_OPS_UP = 60
 _ANCHOR_SHARE = 0.76
 """An anchor takes the place of a value if it has no more than this share of its bytes."""
 _AT_ONCE = 0.6
-"""Of what is above the budget this share is dropped before the step is simulated again: dropping moves the worst slot."""
+"""This share of the bytes above the budget is dropped before the step is simulated again: dropping moves the worst slot."""
 _FEW_BYTES = 256 * 2**20
-"""Of no more than so much all is dropped at once."""
+"""If at most these bytes are above the budget, all of them are dropped at once."""
 _MOST_ROUNDS = 80
 _SLACK = 3.0
 _LITTLE = 0.5
-"""Once a plan fits, nor are those whose replays take so many times longer than what it costs, and this share of the plain step:
+"""Once a plan fits, the search skips plans whose replays take `_SLACK` times its cost and this share of the plain step:
 less expensive ones may yet be improved."""
 _MOVED = 3
 _MOST_REPLAYED = 4.0
-"""Plans whose replays take longer than so many plain steps are not looked at."""
+"""The search skips plans whose replays take longer than this many plain steps."""
 _MOST_STALE = 5
 """So many rounds in a row may bring nothing."""
 
@@ -99,7 +99,7 @@ class Search:
         return best, with_anchor
 
     def prices(self, costs: ReplayCosts, actions: Sequence[Action]) -> list[float]:
-        """Return for each value what dropping it takes for each byte; what cannot be dropped is the most expensive."""
+        """Return the seconds per byte of dropping each value; infinity if it can't be dropped."""
         return [
             self.price(costs, index, actions)[0] if self.can_drop[index] and actions[index] is not _RECOMPUTE else math.inf
             for index in range(len(actions))
@@ -138,7 +138,7 @@ class Search:
         return filled
 
     def grow(self, actions: Sequence[Action]) -> Simulated | None:
-        """Drop what is cheapest for its bytes at the worst slot, again and again, until the step fits; None if it does not."""
+        """Drop the cheapest value for its bytes at the worst slot until the step fits; None if it never does."""
         problem, values, current = self.problem, self.problem.values, list(actions)
         costs = ReplayCosts(problem, current)
         known = [0.0] * len(values)
@@ -149,7 +149,7 @@ class Search:
             if not found.over_bytes:
                 return found
             if found.seconds == math.inf:
-                return None  # replays take longer than what was found, and more is still to be dropped
+                return None  # replays already take longer than a known plan, and more has to be dropped
             stale, least = (stale + 1, least) if found.excess_bytes >= least else (0, found.excess_bytes)
             if stale > _MOST_STALE or not self.allows_recompute:
                 break
@@ -185,7 +185,7 @@ class Search:
         return self._force_out(current) if self.allows_offload else None
 
     def _force_out(self, actions: Sequence[Action]) -> Simulated | None:
-        """Let what stays at the worst slot leave as well, though compute has to wait for the lane; None if that does not do."""
+        """Move values at the worst slot too, though compute has to wait for the copies; None if the step still doesn't fit."""
         values, current, turn = self.problem.values, list(actions), self.problem.num_forward_points
         for _ in range(_MOST_STALE * 4):
             found = self.simulate(current)
@@ -227,8 +227,7 @@ class Search:
 
 
 def nearest_anchors(problem: Problem) -> list[tuple[int, ...]]:
-    """Return for each value the anchors that it is made from, of those that are smaller, the last made first; as places in
-    `Problem.values`."""
+    """Return for each value the smaller anchors that it is made from, as places in `Problem.values`, the last made first."""
     lineage, index_of, values = problem.lineage, problem.index, problem.values
     found: list[tuple[int, ...]] = []
     for held in values:
@@ -290,7 +289,7 @@ def keep_what_fits(search: Search, found: Simulated) -> Simulated:
 
 
 def refill_link(search: Search, found: Simulated) -> Simulated:
-    """Return the step where the link is filled anew, with the most expensive of what is dropped and of what leaves by now."""
+    """Return the step with the link filled anew, by the most expensive of the values that are now dropped or moved."""
     problem, values = search.problem, search.problem.values
     dropped = [
         _RECOMPUTE if action is _OFFLOAD and search.can_drop[index] else _KEEP if action is _OFFLOAD else action
@@ -304,13 +303,13 @@ def refill_link(search: Search, found: Simulated) -> Simulated:
             prices[index] = costs.gain(held.value) / held.num_bytes
         elif action is _KEEP and search.can_leave[index]:
             price = search.price(costs, index, dropped)[0] if search.can_drop[index] else 0.0
-            prices[index] = 1e-3 * price  # it need not leave: what is dropped gains more
+            prices[index] = 1e-3 * price  # it need not leave: dropped values gain more
     filled = search.simulate(search.fill_link(dropped, prices))
     return filled if is_better(filled, found) else found
 
 
 def change_single_actions(search: Search, found: Simulated) -> None:
-    """Look at steps where single actions, and pairs, are changed as long as that helps: what promises most first."""
+    """Change single actions, and pairs, as long as that helps, the most promising first."""
     problem, values = search.problem, search.problem.values
     while not search.is_spent:
         actions = found.actions
@@ -434,7 +433,7 @@ def _actions_of(problem: Problem, seed: Outcome) -> list[Action]:
 
 
 def search_least(problem: Problem, allowed: Collection[Action] = BOTH) -> Simulated:
-    """Return the step that takes the fewest bytes of those that a short search for it looks at."""
+    """Return the step with the fewest bytes that a short search finds."""
     floor = floor_bytes(problem)
     search = Search(problem, floor, allowed, most_simulated=_SIMULATED_ALONE)
     values = problem.values
@@ -458,7 +457,7 @@ def search_least(problem: Problem, allowed: Collection[Action] = BOTH) -> Simula
 
 
 def floor_bytes(problem: Problem) -> int:
-    """Return what every plan takes at least: what is there in each slot whatever is done with values."""
+    """Return a lower bound of any plan's bytes: those that no action frees, at the worst slot."""
     levels = Levels(problem.num_slots)
     for held in problem.values:
         if held.choices == {_KEEP}:
@@ -488,7 +487,7 @@ def _grow_all(search: Search) -> None:
 
 
 def _cut_plans(search: Search) -> list[tuple[Action, ...]]:
-    """Return the plans where what crosses some cuts stays, and all between is dropped, for ever more cuts."""
+    """Return plans that keep the values across some cuts and drop all between, for ever more cuts."""
     plans = (
         tuple(
             _KEEP if held.value in stays or not (held.is_anchor or search.can_drop[index]) else _RECOMPUTE

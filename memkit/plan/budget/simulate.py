@@ -39,10 +39,10 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedReplay:
-    """What one request lets run again."""
+    """The ops that one request runs again."""
 
     index: int
-    """The value that is asked for, by its place in `Problem.values`."""
+    """The requested value's place in `Problem.values`."""
     point: int
     ops: tuple[int, ...]
     stays: tuple[int, ...]
@@ -52,7 +52,7 @@ class SimulatedReplay:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
     actions: tuple[Action, ...]
-    """What is done: what would leave and come back without being let go stays, an anchor that no replay reads is not held."""
+    """As carried out: a value whose bytes would not be freed in between stays; an anchor that no replay reads isn't held."""
     seconds: float
     peak_bytes: int
     over_bytes: int
@@ -68,7 +68,7 @@ class Simulated:
     held_until: dict[int, int] = field(default_factory=dict)
     """For each value of the lineage that a replay reads, the slot of the last such replay: until then it is held."""
     levels: tuple[int, ...]
-    """The most bytes at each point and up to the next, beside the base, but for what is fetched before it is needed."""
+    """The most bytes from each point to the next, without the base and values fetched before they are needed."""
 
     @property
     def num_handled(self) -> int:
@@ -76,15 +76,14 @@ class Simulated:
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        """Of two steps the lower one is better: that which fits, or comes nearer to it, then the faster, then that which moves
-        less."""
+        """The lower rank is better: fewer bytes above the budget, then fewer seconds, then fewer bytes moved."""
         return self.excess_bytes, self.seconds, self.moved_bytes
 
 
 class ReplayCosts:
-    """The ops that make all dropped values from what is there, each op counted once.
+    """The ops that make all dropped values from the values on the device, each op counted once.
 
-    An op runs again if something that it makes is not there and is wanted: by a request, or by an op that runs again.
+    An op runs again if a request, or another op that runs again, wants an output of it that is not on the device.
     """
 
     __slots__ = ("_anchors", "_ins", "_is_there", "_maker", "_num_wanted", "_op_s", "_wanting", "seconds")
@@ -178,8 +177,8 @@ class ReplayCosts:
 
 
 def reads_of(problem: Problem, dropped: Iterable[int], is_there: bytearray) -> dict[int, int]:
-    """Return at which slots values that are there, and retained roots, are first read by what makes dropped ones again, in this
-    order, if nothing that is made on the way stays."""
+    """Return the slots at which replays of the dropped values, in this order, first read each value on the device and each
+    retained root, if no intermediate stays."""
     maker, ins, values, retained = problem.lineage.maker, problem.lineage.ins, problem.values, problem.retained
     found, seen = dict[int, int](), set[int]()
     for index in dropped:
@@ -198,7 +197,7 @@ def reads_of(problem: Problem, dropped: Iterable[int], is_there: bytearray) -> d
 
 
 def replay_peak_bytes(lineage: Lineage, ops: Sequence[int], stays: Collection[int]) -> int:
-    """Return the most bytes that ops have made and still hold: what no later one of them reads goes, but for what stays."""
+    """Return the most bytes that a replay holds: an output goes after its last reader, unless it stays."""
     ins, outs, sizes, taken = lineage.ins, lineage.outs, lineage.num_bytes, lineage.taken
     last = {source: op for op in ops for source in ins[op]}
     made = set[int]()
@@ -227,11 +226,11 @@ _EVERYTHING = 2**62
 
 
 def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int, *, most_replayed_s: float = math.inf) -> Simulated:
-    """Return what a step takes under one action for each value.
+    """Return the seconds and bytes of a step under one action for each value.
 
-    Copies leave in the order of saves. They are let go once they are over, and sooner, so that compute waits for them, where
-    the step is above the budget. What comes back is fetched in the order in which it is needed, each as early as that keeps to
-    the budget. A replay makes one value, and what it makes on the way stays if it is wanted later and there is room."""
+    Values are copied out in the order of saves. Each is freed once its copy is over, or sooner where the step is above the
+    budget: then compute waits for the copy. Values are fetched in the order of need, as early as the budget allows. A replay
+    makes one value; its intermediates stay if they are wanted later and there is room."""
     while True:
         run = _Run(problem, actions, budget_bytes - problem.base_bytes)
         run.most_replayed_s = most_replayed_s
@@ -255,7 +254,7 @@ def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int, *, 
 
 
 class _Run:
-    """One walk over a step: forward with its lane, what is asked for, what is fetched, and then the clock of the backward."""
+    """One walk over a step: the forward and its copies, the requests, the fetches, and then the clock of the backward."""
 
     def __init__(self, problem: Problem, actions: Sequence[Action], limit_bytes: int) -> None:
         self.problem, self.actions, self.limit_bytes = problem, actions, limit_bytes
@@ -265,7 +264,7 @@ class _Run:
         self.unread = set[int]()
         self.stall_s = 0.0
         self.most_replayed_s = math.inf
-        """What replays may still take; below 0 the walk was given up."""
+        """The seconds left for replays; below 0 the walk was given up."""
         self.moves: list[Move] = []
         self.replays: list[SimulatedReplay] = []
         self.let_go: dict[int, int] = {}
@@ -307,7 +306,7 @@ class _Run:
         return staying
 
     def _static(self) -> list[int]:
-        """Return for each slot the bytes of values, as far as neither lanes nor what is made on the way decides on them."""
+        """Return for each slot the bytes of values that depend neither on copies nor on intermediates of replays."""
         problem, num_slots = self.problem, self.problem.num_slots
         levels = Levels(num_slots)
         put = levels.add
@@ -346,7 +345,7 @@ class _Run:
             copied_at.setdefault(values[index].saved, []).append(index)
         on_lane: deque[tuple[float, int]] = deque()
         copied: list[tuple[int, int]] = []
-        """What is copied and was still held by others: from which slot on it is not."""
+        """Copied values that others still hold: the slot from which they don't, and the bytes."""
         gone_bytes = 0
         for point in range(self.back):
             slot = points[point]
@@ -459,10 +458,8 @@ class _Run:
         order = sorted(self.need, key=lambda index: (self.need[index], -values[index].saved, index))
         ends = [self.need[index] for index in order]
         added = Levels(len(levels))
-        # What was fetched for earlier needs is there up to these. So the level of a point, less the bytes needed by then,
-        # plus all
-        # that was fetched, is what is there, and
-        # the last point without room is on a stack of those that no later one tops.
+        # Values fetched for earlier needs are there until then. So the bytes at a point are its level, less the bytes needed
+        # by then, plus all fetched bytes; the last point without room is on a stack of the points that no later one tops.
         stack: list[int] = []
         tops: list[int] = []
         position = 0
@@ -532,7 +529,7 @@ class _Run:
         replays_s: dict[int, float] = {}
         for replay in self.replays:
             replays_s[replay.point] = replays_s.get(replay.point, 0.0) + sum(op_s[op] for op in replay.ops)
-        if self.leaving and self.back < len(points):  # what was not let go by now is at the first request
+        if self.leaving and self.back < len(points):  # values not freed by now are freed at the first request
             self.stall_s += timeline.wait(starts_s[points[self.back]], self._free_s)
         there_s: dict[int, float] = {}
         for point in range(self.back, len(points)):
