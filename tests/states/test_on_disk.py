@@ -30,7 +30,7 @@ from memkit.states.on_disk import DiskStates
 from memkit.transfer import ReferenceDisk, staging
 from memkit.transfer.disk import DiskStore, DiskTransfer
 from tests.refusing import PinLimit
-from tests.states.cases import Pair, PerParameter, assert_same, batch, cut, make_training, offload, train
+from tests.states.cases import Pair, PerParameter, adamw, assert_same, batch, cut, make_net, make_training, offload, train
 from tests.states.test_faults import Compared
 from tests.threads import num_own_threads
 
@@ -614,3 +614,21 @@ def test_nothing_is_read_over_states_that_are_not_kept_while_they_are_copied(whe
         pair.train(range(11))
         pair.assert_same()
     assert num_read
+
+
+def test_a_file_system_without_direct_reads_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, is_direct: bool) -> None:
+        if is_direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr("memkit.transfer.disk_file.ScratchFile._set_direct", refuse)
+    device = ReferenceDevice()
+    model = make_net(device)
+    optimizer = adamw(model.parameters())
+    with pytest.warns(UserWarning, match="has no direct reads and writes") as caught:
+        states = offload(optimizer, device, disk=memkit.Disk(tmp_path))
+    assert len(caught) == 1
+    with states:
+        train(model, optimizer, device, range(3))
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(64, 64))]})  # the file grows
+        train(model, optimizer, device, range(3, 5))

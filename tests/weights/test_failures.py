@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,6 +22,8 @@ from memkit.core.owners import owner_of
 from memkit.device import Device, ReferenceDevice
 from memkit.transfer import host_memory
 from memkit.weights import forwards
+from memkit.weights.fused import _Sum
+from memkit.weights.gradients import _LayerGradients
 from tests.engine import LateThread
 from tests.refusing import PinLimit
 from tests.weights.cases import (
@@ -404,3 +407,45 @@ def test_what_cannot_begin_leaves_the_model_as_it_was(what: str, device: Device,
     assert not [thread for thread in threading.enumerate() if "memkit-staging" in thread.name]
     assert_same(run_step(model, batches), run_step(plain, batches))
     memkit.LayerOffload(model, offload_ratio=1.0, device=device).close()
+
+
+@pytest.mark.parametrize("train", ["host", "fused"])
+def test_gradient_that_is_left_to_the_end_cannot_be_handed_over(
+    train: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Stack(4).to(device.torch_device)
+    model, (batch,) = copy.deepcopy(plain), inputs(device, 1)
+    make = functools.partial(torch.optim.SGD, lr=0.0) if train == "fused" else None
+    monkeypatch.setattr(_Sum, "is_complete", lambda *_: False)  # as where another graph is alive
+    monkeypatch.setattr(_LayerGradients, "has_several_graphs", lambda _: True)
+    monkeypatch.setattr(_LayerGradients, "num_alive", lambda *_: 2)
+    with memkit.LayerOffload(model, offload_ratio=1.0, train=train, optimizer=make, device=device) as offload:
+        kind = type(offload._gradients)
+        loss = model(batch).square().mean()
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "_take", _raise)
+            with pytest.raises(torch.OutOfMemoryError, match="once"):
+                loss.backward()
+        taken, take = [], kind._take  # type: ignore[union-attr]
+
+        def note(gradients: Any, made: Any, *rest: Any) -> None:
+            taken.extend([made.name] if train == "fused" else [one.name for one in made])
+            take(gradients, made, *rest)
+
+        monkeypatch.setattr(kind, "_take", note)
+        for _ in range(2):
+            taken.clear()
+            for one in (plain, model):
+                one.zero_grad()
+                one(batch).square().mean().backward()
+
+            assert sorted(taken) == sorted(f"layers.{name}" for name, _ in plain.get_submodule("layers").named_parameters())
+            if train == "host":
+                for (name, wanted), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+                    assert wanted.grad is not None
+                    assert found.grad is not None, name
+                    assert torch.equal(found.grad.cpu(), wanted.grad.cpu()), name
+
+
+def _raise(*_: object) -> None:
+    raise torch.OutOfMemoryError("once")
