@@ -55,49 +55,55 @@ class Claims:
             frame = frame.f_back
         return frame is not None
 
+    def end_left(self) -> bool:
+        """End the calls that an interrupt has left in that thread; return False if it has calls going on."""
+        if self.are_going_on():
+            return False
+        for left in reversed(self.calls):
+            _end(left, Ending.LEFT)
+        return True
+
 
 _NUM_LOOKS = 3
 
 
 class Calls(threading.local):
     def __init__(self) -> None:
-        self._calls: list[Call] = []
+        self.under_way: list[Call] = []
+        """The outermost first; always the same list."""
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self.under_way)
 
     def begin(self, module: nn.Module, *, depth: int) -> Call:
         frame = sys._getframe(depth + 1)
-        if self._calls:
-            last, caller = self._calls[-1].frame, frame
+        if self.under_way:
+            last, caller = self.under_way[-1].frame, frame
             while caller is not last and caller.f_back is not None:  # it is not far away
                 caller = caller.f_back
             if caller is not last:
                 self.end_interrupted()
-        call = Call(module, frame, not self._calls)
-        self._calls.append(call)
+        call = Call(module, frame, not self.under_way)
+        self.under_way.append(call)
         return call
 
     def cancel(self, call: Call) -> None:
-        self._calls.remove(call)
+        self.under_way.remove(call)
 
     def claim(self, claims: Claims) -> bool:
         """Make this thread the one with calls under way while its current call lasts; False while another thread has some."""
         with claims.lock:
-            if claims.calls is not self._calls:
-                if claims.are_going_on():
-                    return False
-                for left in reversed(claims.calls):
-                    _end(left, Ending.LEFT)
-            claims.thread, claims.calls = threading.get_ident(), self._calls
+            if claims.calls is not self.under_way and not claims.end_left():
+                return False
+            claims.thread, claims.calls = threading.get_ident(), self.under_way
             return True
 
     def is_last(self, module: nn.Module) -> bool:
-        return bool(self._calls) and self._calls[-1].module is module
+        return bool(self.under_way) and self.under_way[-1].module is module
 
     def end(self, module: nn.Module, *, depth: int) -> None:
-        if self._calls and self._calls[-1].module is module and self._calls[-1].frame is sys._getframe(depth + 1):
-            call = self._calls[-1]
+        if self.under_way and self.under_way[-1].module is module and self.under_way[-1].frame is sys._getframe(depth + 1):
+            call = self.under_way[-1]
             try:  # as `_end_last` does
                 if call.end_here is not None:
                     call.end_here()
@@ -105,13 +111,13 @@ class Calls(threading.local):
                     call.end(Ending.RETURNED)
                     call.end = None
             except Exception:
-                self._calls.remove(call)
+                self.under_way.remove(call)
                 raise
-            self._calls.remove(call)
+            self.under_way.remove(call)
             return
         stack = _stack()
-        while self._calls:
-            last = self._calls[-1]
+        while self.under_way:
+            last = self.under_way[-1]
             is_over = last.frame not in stack  # torch runs hooks after an exception when that has left the call
             if last.module is module and is_over:
                 self._end_last(Ending.RAISED)
@@ -122,20 +128,20 @@ class Calls(threading.local):
 
     def end_interrupted(self) -> None:
         """End the calls that an interrupt has left: torch runs hooks after exceptions, but not after interrupts."""
-        stack = _stack() if self._calls else ()
-        while self._calls and self._calls[-1].frame not in stack:
+        stack = _stack() if self.under_way else ()
+        while self.under_way and self.under_way[-1].frame not in stack:
             self._end_last(Ending.LEFT)
 
     def _end_last(self, ending: Ending) -> None:
-        call = self._calls[-1]
+        call = self.under_way[-1]
         try:
             if call.end_here is not None:
                 call.end_here()
             _end(call, ending)
         except Exception:
-            self._calls.remove(call)
+            self.under_way.remove(call)
             raise
-        self._calls.remove(call)  # last: the next call ends a call whose end an interrupt broke off
+        self.under_way.remove(call)  # last: the next call ends a call whose end an interrupt broke off
 
 
 def _end(call: Call, ending: Ending) -> None:

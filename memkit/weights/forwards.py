@@ -85,7 +85,7 @@ class Forwards(NotCopied):
         self, model: nn.Module, before_pass: Callable[[], None], note_adopted: Callable[[StreamedParameter], None]
     ) -> None:
         self._model, self._before_pass, self._note_adopted = model, before_pass, note_adopted
-        self._calls, self._claims = Calls(), Claims()
+        self._calls, self._claims, self._recomputing = Calls(), Claims(), Claims()
         self._outer_hooks, self._hooks, self._timing_hooks = HookSet(), HookSet(), HookSet()
         self._timing: StepTiming | None = None
         self._streamer: Streamer
@@ -129,7 +129,7 @@ class Forwards(NotCopied):
                 self._timing_hooks.around_forward(module, before=before, after=after)
 
     def close(self) -> None:
-        self._calls.end_interrupted()
+        self.end_interrupted()
         if len(self._calls) or torch_private.backward_task() != -1:
             which = "forward of the model" if len(self._calls) else "backward"
             raise LayerOffloadError(f"offload.close() was called within a {which}. Call it when that is over")
@@ -140,13 +140,16 @@ class Forwards(NotCopied):
 
     def end_interrupted(self) -> None:
         self._calls.end_interrupted()
+        self._recomputing.end_left()
 
     # The model
 
     def _before_outer(self, module: nn.Module, _: Any) -> None:
         if not are_owners_set_aside():
             self._calls.begin(module, depth=2)
-            if torch_private.backward_task() == -1 and not self._calls.claim(self._claims):
+            if torch_private.backward_task() != -1:
+                self._calls.claim(self._recomputing)
+            elif not self._calls.claim(self._claims):
                 self._refuse_thread("forward")
             self._refuse_transforms()
             if self._streamer.chunks and self._streamer.device.is_capturing():
@@ -154,7 +157,6 @@ class Forwards(NotCopied):
             self._begin_pass(None)
 
     def _refuse_thread(self, which: str) -> NoReturn:
-        """Raise. Recomputations never come here: the engine has threads of its own."""
         raise LayerOffloadError(
             f"a forward of {type(self._model).__name__} began in one thread while a {which} in another was going on: the "
             "layers stream through slots that they share. Have one thread at a time run the model (a lock), or give each a "
@@ -173,6 +175,8 @@ class Forwards(NotCopied):
             return
         if self._streamer.backwards and not backwards.join(self._streamer.backwards):  # else one has failed
             self._refuse_thread("backward")
+        if self._recomputing.calls:
+            self._recomputing.end_left()
         if self._gradients is not None:
             refuse_replicated(self._streamer.chunks)
             self._gradients.reset_interrupted()
@@ -211,7 +215,9 @@ class Forwards(NotCopied):
         chunk, gradients, streamer = layer.chunk, self._gradients, self._streamer
         is_backward = torch_private.backward_task() != -1
         call = self._calls.begin(module, depth=depth)
-        if call.is_outermost and not is_backward and not self._calls.claim(self._claims):
+        if is_backward and self._recomputing.calls is not self._calls.under_way:
+            self._calls.claim(self._recomputing)  # none is refused: the engine has threads of its own
+        elif call.is_outermost and not is_backward and not self._calls.claim(self._claims):
             self._refuse_thread("forward")
         if torch_private.functorch_stack() is not None:
             self._refuse_transforms()

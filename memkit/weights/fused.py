@@ -290,8 +290,8 @@ class FusedSteps(NotCopied, Accumulation):
     def note_recompute(self) -> None:
         self._enter_backward()
 
-    def _before(self, streamed: StreamedParameter, made: Tensor) -> None:
-        if self._is_on_host(made):
+    def _before(self, streamed: StreamedParameter, made: Tensor | None) -> None:
+        if made is not None and self._is_on_host(made):
             self._refuse_host(streamed)
         task = torch_private.backward_task()
         if task == self._refused_task:

@@ -288,11 +288,11 @@ class HostGradients(Accumulation):
                 layer.hooks.before_accumulation(item.parameter, self._arrives(layer, item))
         layer.tensors, layer.requires_grad = binding.tensors, requires_grad
 
-    def _arrives(self, layer: _LayerGradients, streamed: StreamedParameter) -> Callable[[Tensor], None]:
+    def _arrives(self, layer: _LayerGradients, streamed: StreamedParameter) -> Callable[[Tensor | None], None]:
         stream_number, is_on_host = self._device.stream_number, self._is_on_host
 
-        def arrives(grad: Tensor) -> None:
-            if is_on_host(grad):
+        def arrives(grad: Tensor | None) -> None:
+            if grad is not None and is_on_host(grad):  # None of a `Function` that returns it
                 self._refuse_host(streamed)
             if layer.task != torch_private.backward_task() or layer.is_shared or layer.stream_number != stream_number():
                 self._note_arrival(layer, streamed)
