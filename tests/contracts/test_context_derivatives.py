@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 import memkit
+from memkit.core import torch_private
 from tests.activations.cases import Seeing, assert_same_bits
 from tests.contracts.conftest import Context
 from tests.gpus import ON_GPU
@@ -73,6 +75,36 @@ def _in_other_mode(function: Callable[[Tensor], Tensor], x: Tensor, around: Arou
     with around(), Seeing():
         function(x.sin()).sum().backward()
     return [x.grad]
+
+
+class SeesModes(torch.autograd.Function):
+    """Notes how many dispatch modes its formula sees."""
+
+    num_seen: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        SeesModes.num_seen.append(torch_private.num_dispatch_modes())
+        return tangent.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+@pytest.mark.parametrize("way", ["dual inside", "dual outside"])
+def test_formulas_see_no_mode_in_any_step(way: str, any_context: Context) -> None:
+    """Also in steps that go by those before."""
+    SeesModes.num_seen.clear()
+    for _ in range(8):
+        x = torch.randn(6, 7).to(any_context.torch_device).requires_grad_()
+        WAYS[way](lambda x: SeesModes.apply(x.exp()), x, any_context)
+
+    assert SeesModes.num_seen == [0] * 8
 
 
 WAYS = {

@@ -84,6 +84,8 @@ class RecordingStage(Stage):
         self._watches_modules = options.verify or notes_calls or (trace is None and number < _NUM_WATCHED)
         self._compiled = CompiledCalls(f'{state.name} (tag "{state.tag}")', self.recorder, self._trail)
         self._is_over = False
+        self._sees_all = True
+        """Whether the recorder was on until the end. A step that it saw in part is not learned."""
 
     @property
     def _needs_calls(self) -> bool:
@@ -117,8 +119,8 @@ class RecordingStage(Stage):
         if self._is_over:
             return
         with self._lock:
-            self._end_forward(learn=not has_failed)
-            if not has_failed and self._settles:
+            self._end_forward(learn=self._sees_all and not has_failed)
+            if self._sees_all and not has_failed and self._settles:
                 settle(self._state, self._options, self._decider, self._sizes, self._forward.recording.is_timed)
         self._is_over = True
         del self._forward, self._decider, self.recorder  # they hold the recording, and this
@@ -188,7 +190,7 @@ class RecordingStage(Stage):
             self._small_bytes = {} if state.looks_for_large else None
 
     def _turn(self) -> RecordedForward:
-        self._end_forward(learn=True)
+        self._end_forward(learn=self._sees_all)
         self._settles = self._settles and not self._needs_plan  # a plan is for a single forward
         self._forward = self._open_forward()
         self.recorder.follow(self._forward.recording)
@@ -204,7 +206,7 @@ class RecordingStage(Stage):
             if is_below_transform():  # after the op, torch would dispatch to Python again, to a mode that is gone
                 self._warn_of_dual()
             else:
-                self.recorder.sees_dual = False
+                self.recorder.sees_dual = self._sees_all = False
                 self.take_off()
         if self._compiled.is_on or dynamo_is_loaded():
             self._compiled.check_save()
