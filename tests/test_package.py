@@ -88,9 +88,9 @@ def test_layering_check_can_fail() -> None:
 
 MOST_LINES = {
     "": 475,
-    "activations": 11309,
+    "activations": 11311,
     "cli": 1243,
-    "core": 2937,
+    "core": 2943,
     "device": 1442,
     "distributed": 725,
     "integrations": 823,
@@ -99,9 +99,9 @@ MOST_LINES = {
     "plan": 7192,
     "profile": 5486,
     "recording": 2827,
-    "states": 6208,
+    "states": 6209,
     "transfer": 2202,
-    "weights": 4935,
+    "weights": 4941,
 }
 """The lines that each room may have, "" for the modules beside the rooms: raised only by a commit that says what for."""
 

@@ -172,15 +172,18 @@ def test_next_step_works(failure: str, is_sampling: bool, error: BaseException, 
 def test_next_step_works_behind_a_recomputation_in_another_thread(error: BaseException, device: Device) -> None:
     """The engine has a thread for each device, in which nothing of memkit need run before the next forward in the caller's."""
     case, backward = Case(device), Tensor.backward
-    with ThreadPoolExecutor(1) as pool, case.offload:
-        with mock.patch.object(Tensor, "backward", lambda loss: pool.submit(backward, loss).result()):
-            with _recomputation_fails(case, error), pytest.raises(type(error), match="on purpose"):
-                case.model(case.batches[0]).sum().backward()
-            with torch.no_grad():
-                for tested in (case.model, case.plain):
-                    tested.layers[1].up.weight.mul_(2)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        case.offload,
+        mock.patch.object(Tensor, "backward", lambda loss: pool.submit(backward, loss).result()),
+    ):
+        with _recomputation_fails(case, error), pytest.raises(type(error), match="on purpose"):
+            case.model(case.batches[0]).sum().backward()
+        with torch.no_grad():
+            for tested in (case.model, case.plain):
+                tested.layers[1].up.weight.mul_(2)
 
-            case.assert_next_step_works()
+        case.assert_next_step_works()
 
 
 class Waiting:
