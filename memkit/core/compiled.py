@@ -106,7 +106,6 @@ class _Asked(threading.local):
     """Whether Dynamo was asked in a thread to compile something while a mode of memkit was on, and refused."""
 
     was_asked = False
-    num_asked = 0
 
 
 _asked = _Asked()
@@ -114,11 +113,6 @@ _asked = _Asked()
 
 def note_asked() -> None:
     _asked.was_asked = True
-    _asked.num_asked += 1
-
-
-def num_asked() -> int:
-    return _asked.num_asked
 
 
 def runs_as_it_is() -> bool:

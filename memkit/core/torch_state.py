@@ -23,8 +23,6 @@ from memkit.errors import MissingTorchNameError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch.overrides import TorchFunctionMode
-
     from memkit.core.torch_private import DispatchMode
 
 
@@ -71,20 +69,6 @@ def hide_mode(mode: DispatchMode) -> None:
 
 def in_dual_level() -> bool:
     return torch_private.dual_level_of(forward_ad) >= 0
-
-
-def function_modes() -> list[TorchFunctionMode]:
-    (mode_at,) = torch_private.known("function_mode_at")
-    return [mode_at(place) for place in range(torch_private.num_function_modes())]
-
-
-def leave_function_mode(mode: TorchFunctionMode) -> None:
-    """Remove a function mode from the stack, even from below others. May be called again."""
-    (pop,), (push,) = map(torch_private.known, ("pop_function_mode", "push_function_mode"))
-    stack = function_modes()
-    if mode in stack:
-        above = stack[stack.index(mode) + 1 :]
-        do_at_once(*[partial(pop)] * (len(above) + 1), *(partial(push, other) for other in above))
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:

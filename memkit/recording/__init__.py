@@ -6,7 +6,6 @@
 - `ops`: writes, aliases, random numbers and hidden state of each op
 - `borders`: ends of sharded layers: nothing after one is recomputed from values before it
 - `expected`: ops that are known ahead and need not be recorded
-- `functions`: torch's functions (`F.linear`) during which the recorder is off
 - `module_calls`: the module of each op, and which calls could run again as a whole
 - `replay`: runs recorded ops again
 - `cost`: seconds of each op, and of recording

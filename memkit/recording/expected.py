@@ -27,14 +27,7 @@ class ExpectedOp(NamedTuple):
     made: int
     """The next value's number after the roots that it reads are numbered."""
     makes_none: bool = False
-    """It is a view, or writes to a tensor that no other op reads or writes."""
-    is_writer: bool = False
-    """It writes, and is skipped all the same: see `Expected.may_skip`."""
-    over: int = -1
-    """The value that a writer overwrites; -1 for a tensor that no other op reads or writes."""
-    strangers: tuple[int, ...] = ()
-    """With `over` -1, the positions of the written arguments."""
-    is_norm: bool = False
+    """It is a view."""
     ins: tuple[int, ...] = ()
     roots: frozenset[int] = frozenset()
     """The roots among `ins`."""
@@ -46,10 +39,6 @@ class Expected:
         """Empty once an unexpected op has run."""
         self._num_values = num_values
         self.unmade = set[int]()
-        self.over: dict[int, int] = {}
-        """The value that each unmade value was written over, if any."""
-        self._statistics: dict[int, Tensor] = {}
-        """By address, statistics that unrecorded batch norms have updated, perhaps without raising a version counter."""
         self.sources = set[int]()
         """Values that are copied before a write: dropped values need them, or they are read where they were saved."""
 
@@ -59,39 +48,10 @@ class Expected:
             return
         self.ops, recording.known_s = (), recording.known_s[: len(recording.calls)]
         num_values = max(recording.num_values, self._num_values)
-        if self._statistics:
-            recording.num_values = num_values
-            for tensor in self._statistics.values():
-                recording.note_hidden(tensor)
-            self._statistics.clear()
-            num_values = recording.num_values
         if self.unmade:
             recording.num_values = num_values
         else:
             recording.expected = None
-
-    def may_skip(self, recording: Recording, op: ExpectedOp, args: tuple[Any, ...]) -> bool:
-        """Tell whether a skipped writer writes to the expected tensor, which nothing needs."""
-        try:
-            if op.over >= 0:
-                value = recording.find(args[0].untyped_storage())
-                return value == op.over and value not in recording.roots and value not in self.sources
-            written = [args[position] for position in op.strangers if args[position] is not None]
-            if any(map(recording.is_known, written)):
-                return False
-        except (AttributeError, IndexError, RuntimeError):  # no tensor, given by name, or no range of bytes
-            return False
-        for tensor in written if op.is_norm else ():
-            self._statistics[torch_private.storage_address(tensor.untyped_storage())] = tensor
-        return True
-
-    def add_written(self, recording: Recording, target: Tensor, before: int) -> None:
-        value, storage = recording.num_values, target.untyped_storage()
-        recording.num_values = value + 1  # first, as in `Recording.add_root`
-        self.over[value] = before
-        self.unmade.add(value)
-        recording.overwritten.add(before)
-        recording.current[torch_private.storage_address(storage)] = (weakref.ref(storage), value)
 
     def add_unmade(self, recording: Recording, results: Any) -> None:
         current, lent = recording.current, recording.lent
@@ -133,13 +93,8 @@ class Expected:
             if number >= 0 and recording.find(tensor.untyped_storage()) is None:
                 if number in recording.roots or number in self.unmade or number not in op.roots:
                     return False
-                self.add_root(recording, tensor, number)
+                recording.add_root(tensor, tensor.untyped_storage(), is_inside=False, number=number)
         return True
-
-    def add_root(self, recording: Recording, tensor: Tensor, number: int) -> None:
-        storage = tensor.untyped_storage()
-        is_hidden = torch_private.storage_address(storage) in self._statistics
-        recording.add_root(tensor, storage, is_inside=False, is_hidden=is_hidden, number=number)
 
 
 def num_writes(recording: Recording, value: int) -> float:
@@ -154,10 +109,6 @@ def num_writes(recording: Recording, value: int) -> float:
             if place < 0:
                 return found
             before = call.written[place]
-        elif expected is None or value not in expected.unmade:
-            return math.inf
-        elif value in expected.over:
-            before = expected.over[value]
         else:
-            return found
+            return math.inf if expected is None or value not in expected.unmade else found
         found, value = found + 1, before

@@ -134,22 +134,13 @@ class Recorder(QuietMode):
         funcs, expected = recording.funcs, recording.expected
         if expected is not None and expected.ops:
             op = expected.ops[len(funcs)] if len(funcs) < len(expected.ops) else None
-            if (
-                op is not None
-                and op.func is func
-                and op.is_skipped
-                and recording.num_values <= op.first
-                and not types
-                and (not op.is_writer or expected.may_skip(recording, op, args))
-            ):
+            if op is not None and op.func is func and op.is_skipped and recording.num_values <= op.first and not types:
                 funcs.append(func)
                 recording.num_values = op.made
                 if op.makes_none and _is_of_number(args):
                     return _view_of_number(func, args, kwargs)
                 results = func(*args, **kwargs) if kwargs else func(*args)
-                if op.over >= 0:
-                    expected.add_written(recording, args[0], op.over)
-                elif not op.makes_none:
+                if not op.makes_none:
                     expected.add_unmade(recording, results)
                 return results
             expected.begin_op(recording, op, func, args, kwargs, is_plain=not types)

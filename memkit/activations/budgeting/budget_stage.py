@@ -33,7 +33,6 @@ from memkit.plan import Action
 from memkit.profile import find_report
 from memkit.recording.borders import shards_of
 from memkit.recording.expected import Expected, num_writes
-from memkit.recording.functions import FunctionNotes, QuietFunctions, may_be_quiet
 from memkit.recording.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -92,13 +91,11 @@ class BudgetStage(RecordingStage):
         self._opened: PlannedForward | None = None
         self._is_metered = True
         self._notes: StepNotes | None = None
-        self._functions: FunctionNotes | QuietFunctions | None = None
         self._foresight = state.foresight(find_report(state.tag))
         self._is_first = not len(state.traces)
         self._step: SteadyStep | None = None
         self._steady: SteadySaves | None = None
         self._scheduled: ScheduledForward | None = None
-        self._quiet: QuietFunctions | None = None
         self._due: SteadySave | None = None
         self._is_noted = self.is_recording = True
         self._num_modes = torch_private.num_dispatch_modes()
@@ -112,16 +109,6 @@ class BudgetStage(RecordingStage):
         if self.is_recording:
             self._compiled.setting = functools.partial(self._state.inside.setting, room=self._room)
             super().begin()
-        self._functions = self._quiet or (self._notes.functions if self.is_recording and self._notes is not None else None)
-        if self._functions is not None:
-            self._functions.__enter__()
-
-    def take_off(self) -> None:
-        if self._functions is not None:
-            self._functions.__exit__()
-            self._functions = None
-        super().take_off()
-        self._quiet = None  # it holds the recorder
 
     def follow_known(self, take: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         forward, planned, trace = self._opened, self._planned_decider.planned, self._planned_decider.follower.trace
@@ -147,9 +134,6 @@ class BudgetStage(RecordingStage):
         if step.ops:
             forward.recording.expected = Expected(step.ops, step.num_values)
             forward.recording.known_s = step.known_s
-        if step.calls:
-            self._quiet = self._steady.functions = QuietFunctions(step.calls, self.recorder)
-            return self._steady.pack_between
         return self._steady.pack
 
     def _room(self, torch_device: torch.device, dtype: torch.dtype) -> Room | None:
@@ -258,8 +242,7 @@ class BudgetStage(RecordingStage):
         learning, planned = state.learning, decider.planned
         learned = None if trace is None else learning.of(trace)
         if planned is not None and learned is not None and learned.wants_notes(trace, planned, state.shapes):
-            is_quiet = learned.may_be_quiet and trace is not None and may_be_quiet(trace.funcs)
-            self._notes = StepNotes(planned, FunctionNotes(recording) if is_quiet else None)
+            self._notes = StepNotes(planned)
         is_unknown = decider.planned is None and self._is_metered
         is_first = self._is_first and counter is not None and self._limits.plan is None and state.budget_bytes is not None
         wants_measure = learned is not None and self._limits.plan is None and learned.wants_measure(trace)
@@ -391,8 +374,6 @@ class BudgetStage(RecordingStage):
         steady, scheduled, forward = self._steady, self._scheduled, self._opened
         if steady is not None:
             steady.is_on = False
-        if self._quiet is not None:
-            self._quiet.stop()
         if scheduled is not None:
             scheduled.stop()
             self._foresight = None if scheduled.num_saves else self._foresight  # it would not fit the saves
@@ -436,10 +417,9 @@ class BudgetStage(RecordingStage):
             return self._take_unrecorded(tensor)
         if notes is None or forward is None:
             return self._take_any(tensor, action)
-        with torch_private.without_functions():  # ops here are no part of the forward
-            num_before = len(forward.saves)
-            handle = self._take_any(tensor, action)
-            notes.note(tensor, forward, num_before)
+        num_before = len(forward.saves)
+        handle = self._take_any(tensor, action)
+        notes.note(tensor, forward, num_before)
         return handle
 
     def _take_any(self, tensor: Tensor, action: Action | None) -> KeptHandle:

@@ -124,8 +124,6 @@ class LearnedStep:
     shapes: Shapes | None = None
     noted: Planned | None = None
     num_left: int = 0
-    may_be_quiet: bool = True
-    """Functions may be followed rather than ops: not after such a step has deviated."""
     has_chosen: bool = False
 
     def is_ready(self, trace: Trace | None) -> bool:
@@ -155,7 +153,6 @@ class LearnedStep:
         if num_saves == 0 and steady is not None and steady.moves is not None:
             self.steady = replace(steady, moves=None)  # with its ops recorded, such a step is noted from the first
             return
-        self.may_be_quiet &= steady is None or not steady.calls
         self.steady = self.noted = None
         self.num_left += 1
 

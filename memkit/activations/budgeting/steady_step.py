@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from memkit.device import Device
     from memkit.plan import MemoryPlan
     from memkit.plan.step import Lineage
-    from memkit.recording.functions import FunctionCall, FunctionNotes, QuietFunctions
     from memkit.recording.ops import OpKinds
     from memkit.recording.recorded import OpTraits
     from memkit.recording.recording import Recording
@@ -123,13 +122,11 @@ class SteadyStep:
     ops: tuple[ExpectedOp, ...] = ()
     """Empty if all ops that can run again are recorded."""
     known_s: tuple[float, ...] = ()
-    calls: tuple[FunctionCall, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
 class StepNotes:
     planned: Planned
-    functions: FunctionNotes | None = None
     is_whole: bool = True
     _saves: list[tuple[int, int, bool]] = field(default_factory=list)
     """For each save its value, its ordinal among those that count, and whether a record is waiting for it to end."""
@@ -149,8 +146,6 @@ class StepNotes:
         if not (kind is Tensor or kind is _Parameter) or tensor.is_nested or tensor.layout is not torch.strided:
             self.is_whole = False
             return
-        if self.functions is not None:
-            self.functions.num_saves += 1
         if not self._saves:
             self._num_ahead = len(forward.recording.funcs)
         ordinal = num_before if len(forward.saves) > num_before else -1
@@ -217,14 +212,7 @@ class StepNotes:
         made = [(op, each.is_skipped) for (_, op), each in zip(spans, expected, strict=True)]
         skipped = {op for op, is_skipped in made if is_skipped and op is not None}
         known_s = tuple(seconds for op, seconds in enumerate(lineage.seconds) if op not in skipped)
-        if not skipped:
-            return replace(step, known_s=known_s)
-        if self.functions is None:
-            return replace(step, ops=expected, known_s=known_s)
-        needed = planned.retained | {save.value for save in step.saves if save.has_record or save.is_read}
-        again = [None if op is None or is_skipped else recording.calls[op] for op, is_skipped in made]
-        known = self.functions.known(expected, again, needed, [value for value, _, _ in self._saves])
-        return replace(step, ops=expected, known_s=known_s, calls=known)
+        return replace(step, ops=expected if skipped else (), known_s=known_s)
 
     def _recorded_ops(self, lineage: Lineage, overwritten: Collection[int]) -> set[int]:
         """Return the ops that make dropped values from saved values that stay or move, from roots, and from anchors."""
@@ -268,18 +256,10 @@ class SteadySaves:
         self._device = forward.ledger.device
         self._notes = self._device.takes_notes
         self._take_one, self._leave, self._take = take_one, leave, take
-        self.functions: QuietFunctions | None = None
 
     @property
     def is_complete(self) -> bool:
         return self.num_saves == len(self._saves)
-
-    def pack_between(self, tensor: Tensor) -> Any:
-        """Take a tensor that autograd saves, with the function mode off: ops that run here are not the forward's."""
-        if self.functions is None or self.functions.is_inside:
-            return self.pack(tensor)
-        with torch_private.without_functions():
-            return self.pack(tensor)
 
     def pack(self, tensor: Tensor) -> Any:
         if self.is_on and torch_private.backward_task() == -1:
@@ -314,38 +294,13 @@ def _expected(
     """Return what is to be known of an op. `numbers` are the roots that it reads first and the values that it makes; `op` is
     None if it cannot run again; `needed` values are saved, anchors, or read by ops that are recorded or run again: None if this
     one is recorded in any case."""
-    first, writes = numbers.start, bool(kind.written or kind.statistics)
-    if writes and needed is not None and (writer := _skipped_writer(func, kind, recording, lineage, numbers, op, needed)):
-        return writer
+    first = numbers.start
     if op is None:
         is_view = kind.op_class is OpClass.VIEW
         return ExpectedOp(func, is_skipped=is_view, first=first, made=first, makes_none=is_view)
-    if needed is not None and kind.op_class is OpClass.REPLAYED and not writes:
+    if needed is not None and kind.op_class is OpClass.REPLAYED and not (kind.written or kind.statistics):
         return ExpectedOp(func, is_skipped=True, first=first, made=lineage.outs[op][0])
     ins = tuple(source[1] for source in recording.calls[op].sources)
     roots = frozenset(value for value in ins if value in recording.roots)
     made = max((value + 1 for value in roots if value >= first), default=first)
     return ExpectedOp(func, is_skipped=False, first=first, made=made, ins=ins, roots=roots)
-
-
-def _skipped_writer(
-    func: Any, kind: OpTraits, recording: Recording, lineage: Lineage, numbers: range, op: int | None, needed: Set[int]
-) -> ExpectedOp | None:
-    """Return what is to be known of an op that writes and need not be recorded; None if it must be."""
-    if kind.is_in_place and torch.Tag.inplace_view in func.tags:  # it may give its tensor another storage or shape
-        return None
-    if op is None:  # it writes to a counter or a buffer that nothing has read
-        is_stranger = kind.is_in_place and not numbers
-        skipped = ExpectedOp(func, is_skipped=True, is_writer=True, first=numbers.start, made=numbers.start, strangers=(0,))
-        return skipped._replace(makes_none=True) if is_stranger else None
-    outs, call = lineage.outs[op], recording.calls[op]
-    read, written, hidden = {source[1] for source in call.sources}, call.written, range(outs[-1] + 1, numbers.stop)
-    if not read.issuperset(range(numbers.start, outs[0])) or not needed.isdisjoint(hidden):
-        return None
-    skipped = ExpectedOp(func, is_skipped=True, is_writer=True, first=numbers.start, made=outs[0])
-    if kind.statistics:
-        is_first = len(hidden) == len(kind.statistics) and recording.hidden.issuperset(hidden)
-        return skipped._replace(strangers=kind.statistics, is_norm=True) if is_first else None
-    is_over = kind.is_in_place and not hidden and len(outs) == len(written) == 1
-    may_go = is_over and written[0] not in needed and written[0] not in recording.roots
-    return skipped._replace(over=written[0]) if may_go else None

@@ -1,4 +1,4 @@
-"""Functions in which a steady step sees no op: the recorder is off in them, and a step with other ops is exact."""
+"""Known steps whose ops are not recorded where nothing is recomputed from them: a step with other ops is exact."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 import memkit
-from memkit.activations.budgeting.state import budget_states
 from memkit.core import torch_private
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import Action
-from memkit.recording import functions as function_notes
-from memkit.recording.recorder import Recorder
 from tests.activations.budgeting.plans import Make, steady
 from tests.activations.cases import Seeing, assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS
@@ -35,14 +31,8 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Follow functions also where that spares little: these models are small."""
-    monkeypatch.setattr(function_notes, "_PER_OP", 100)
-
-
 Act = Callable[["Quiet", Tensor], Tensor]
-TAG = "functions"
+TAG = "known"
 NUM_BLOCKS = 4
 _SLOW = pytest.mark.slow
 
@@ -117,38 +107,6 @@ def _steady(model: nn.ModuleList, device: Device, train: Callable[..., list[Tens
     return steady(partial(train, model), TAG, device, of=lambda _, module: module.endswith(_LOUD), num_steps=2)
 
 
-def _num_quiet() -> int:
-    """Return how many known quiet functions run any op."""
-    learned = budget_states[TAG].traces.latest.learned
-    return 0 if learned.steady is None else sum(call.is_quiet and bool(call.ops) for call in learned.steady.calls)
-
-
-def _num_function_modes() -> int:
-    return torch._C._len_torch_function_stack()
-
-
-def test_ops_of_quiet_functions_are_not_seen(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _model(device)
-    make = _steady(model, device)
-    seen: list[Any] = []
-    dispatch = Recorder.__torch_dispatch__
-
-    def see(self: Recorder, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        seen.append(func)
-        return dispatch(self, func, types, args, kwargs)
-
-    monkeypatch.setattr(Recorder, "__torch_dispatch__", see)
-    _train(model, make)
-
-    stats = memkit.stats(TAG)
-    assert (stats.follows_plan, stats.num_deviations, stats.is_recorded) == (True, 0, True)
-    assert stats.num_dropped >= 2 * NUM_BLOCKS
-    assert _num_quiet() >= 5 * NUM_BLOCKS
-    assert len(seen) <= stats.num_ops - 5 * NUM_BLOCKS
-    assert torch.ops.aten.addmm.default not in seen
-    assert (torch_private.num_dispatch_modes(), _num_function_modes()) == (0, 0)
-
-
 def _recurses(quiet: Quiet, y: Tensor) -> Tensor:
     act, quiet.act = quiet.act, lambda _, y: y.exp()
     try:
@@ -202,21 +160,6 @@ class _Doubled(torch.autograd.Function):
         return grad * y.exp() + 0 * doubled
 
 
-def _in_a_function_mode(_: Quiet, y: Tensor) -> Tensor:
-    class Doubling(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {})) * 2
-
-    with Doubling():
-        return y.exp()
-
-
-def _hides_from_function_modes(quiet: Quiet, y: Tensor) -> Tensor:
-    with torch._C.DisableTorchFunction():
-        quiet.table.data.mul_(0.5)
-    return y.exp()
-
-
 def _has_hooks_that_write(quiet: Quiet, y: Tensor) -> Tensor:
     def pack(tensor: Tensor) -> Tensor:
         quiet.table.data.mul_(0.5)
@@ -224,21 +167,6 @@ def _has_hooks_that_write(quiet: Quiet, y: Tensor) -> Tensor:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         return y.exp()
-
-
-@functools.cache
-def _encoder() -> nn.Module:
-    torch.manual_seed(1)
-    layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
-    return nn.TransformerEncoder(layer, 2).eval().requires_grad_(False)
-
-
-def _runs_a_frozen_encoder(quiet: Quiet, y: Tensor) -> Tensor:
-    """Its padded rows are zero where no function mode is on, and numbers where one is."""
-    rows = torch.linspace(0, 1, 128).view(1, 8, 16)
-    with torch.no_grad():
-        encoded = _encoder()(rows, src_key_padding_mask=torch.arange(8).view(1, 8) > 4)
-    return y.exp() + encoded[0].to(y.device)
 
 
 def _maps(quiet: Quiet, y: Tensor) -> Tensor:
@@ -273,12 +201,9 @@ ACTS: dict[str, Act] = {
     "runs backward": _runs_backward,
     "fails, and catches it": _fails_and_catches,
     "in a mode": _in_a_mode,
-    "in a function mode": _in_a_function_mode,
     "runs a function of its own": lambda _, y: _Doubled.apply(y),
     "runs a script": _runs_a_script,
-    "hides from function modes": _hides_from_function_modes,
     "has hooks that write": _has_hooks_that_write,
-    "runs a frozen encoder": _runs_a_frozen_encoder,
     "maps": _maps,
     "counts FLOPs and writes": _counts_flops_and_writes,
 }
@@ -293,14 +218,13 @@ def test_call_that_does_something_else_is_exact(name: str, device: Device) -> No
     make, plain = _steady(model, device), _train(model, nullcontext)
     usual, model[1].quiet.act = model[1].quiet.act, ACTS[name]
     departed = _train(model, nullcontext)
-    assert _num_quiet()
 
     for _ in range(2):
         assert_same_bits(_train(model, make), departed)
         gc.collect()
         stats = memkit.stats(TAG)
         assert (stats.live_records, stats.live_bytes) == (0, 0)
-        assert (torch_private.num_dispatch_modes(), _num_function_modes()) == (0, 0)
+        assert torch_private.num_dispatch_modes() == 0
     model[1].quiet.act = usual
     for _ in range(2):
         assert_same_bits(_train(model, make), plain)
@@ -339,23 +263,12 @@ def test_recorded_op_that_is_given_something_else_is_exact(changed: dict[str, An
     for block in model:
         block.first = Varied()
     make, plain = _steady(model, device), _train(model, nullcontext)
-    calls = budget_states[TAG].traces.latest.learned.steady.calls
-    assert sum(bool(call.calls) for call in calls) >= 4 * NUM_BLOCKS, "nothing is recorded unseen"
     usual = dict(model[1].first.given)
 
     for given in (changed, usual, changed, changed, usual):
         model[1].first.given.update(given)
         plain = _train(model, nullcontext)
         assert_same_bits(_train(model, make), plain)
-
-
-@_SLOW
-def test_no_function_is_quiet_where_ops_run_outside_of_all(device: Device) -> None:
-    model = _model(device)
-    model[1].quiet.act = _runs_a_script
-    make, plain = _steady(model, device), _train(model, nullcontext)
-    assert _num_quiet() == 0
-    assert_same_bits(_train(model, make), plain)
 
 
 @pytest.mark.parametrize("kind", ["relu", "dropout", "norm"])
@@ -379,7 +292,6 @@ def test_flag_that_has_a_function_write_is_seen(kind: str, device: Device) -> No
     for block in model:
         block.quiet.act = act
     make = _steady(model, device)
-    assert _num_quiet()
     flags.update(inplace=True, training=True)
     statistics.zero_()
     departed = [*_train(model, nullcontext), statistics.clone()]
@@ -387,45 +299,6 @@ def test_flag_that_has_a_function_write_is_seen(kind: str, device: Device) -> No
     for _ in range(2):
         statistics.zero_()
         assert_same_bits([*_train(model, make), statistics], departed)
-
-
-@pytest.mark.parametrize("since", [5, *(pytest.param(since, marks=_SLOW) for since in (1, 3, 4, 6))])
-def test_fast_path_of_torchs_modules_is_taken_as_without(since: int, device: Device) -> None:
-    """A frozen encoder whose first run is in any of the steps, such as those that learn and note."""
-    model = _model(device)
-    usual = model[1].quiet.act
-    make = partial(memkit.MemoryBudget, 1.0, TAG, min_bytes=0, device=device)
-    for step in range(1, 9):
-        model[1].quiet.act = usual if step < since else _runs_a_frozen_encoder
-        plain = _train(model, nullcontext)
-        assert_same_bits(_train(model, make), plain)
-
-
-def test_no_function_is_quiet_within_a_function_mode_of_the_users(device: Device) -> None:
-    """It may begin to write in any step."""
-    model = _model(device)
-    writes: list[Tensor] = []
-
-    class Writing(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if writes and func is Tensor.exp:
-                model[1].quiet.table.data.mul_(0.5)
-            return func(*args, **(kwargs or {}))
-
-    with Writing():
-        make = _steady(model, device)
-        writes.append(torch.ones(1))
-        for _ in range(2):
-            plain = _train(model, nullcontext)
-            assert_same_bits(_train(model, make), plain)
-
-
-def test_functions_are_not_followed_where_that_spares_little(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function_notes, "_PER_OP", 0)
-    model = _model(device)
-    _steady(model, device)
-
-    assert _num_quiet() == 0
 
 
 def test_call_that_raises_leaves_nothing(device: Device) -> None:
@@ -442,26 +315,11 @@ def test_call_that_raises_leaves_nothing(device: Device) -> None:
     for block in model:
         block.quiet.beside = []
 
-    assert (torch_private.num_dispatch_modes(), _num_function_modes()) == (0, 0)
+    assert torch_private.num_dispatch_modes() == 0
     gc.collect()
     assert memkit.stats(TAG).live_records == 0
     for _ in range(3):
         assert_same_bits(_train(model, make), plain)
-
-
-@_SLOW
-def test_steps_that_go_another_way_are_recorded_throughout_from_then_on(device: Device) -> None:
-    model = _model(device)
-    make = _steady(model, device)
-    assert _num_quiet()
-    usual, model[1].quiet.act = model[1].quiet.act, ACTS["saves more"]
-    _train(model, make)
-    model[1].quiet.act = usual
-    for _ in range(3):
-        _train(model, make)
-
-    assert memkit.stats(TAG).follows_plan
-    assert _num_quiet() == 0
 
 
 class Wired(nn.Module):
