@@ -31,3 +31,7 @@ class Mode(torch_private.DispatchMode):
 
     def __exit__(self, *_: object) -> None:
         leave_mode(self)
+
+    def close(self) -> None:
+        """Leave it, also behind an interrupt in `__exit__`: `with closing(mode), mode`."""
+        leave_mode(self)

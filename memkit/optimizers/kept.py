@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +120,7 @@ class _Copy:
                 grad = torch.rand_like(twin)
                 twin.grad = grad.to_sparse(1) if isinstance(shell, torch.optim.SparseAdam) else grad
         closure = [lambda: torch.zeros(())] if needs_closure(shell) else []
-        with NumbersWithoutData() as numbers:  # type: ignore[no-untyped-call]  # torch does not annotate its base
+        with closing(NumbersWithoutData()) as numbers, numbers:  # type: ignore[no-untyped-call]  # torch does not annotate its base
             step_of(shell)(shell, *closure)
         seen = set(unique_storages(twins))
         kept: dict[int, list[tuple[str, Tensor, int]]] = {id(twin): [] for twin in twins}

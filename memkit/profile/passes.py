@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any, TypeVar
 
 from memkit.core.hooks import SavedTensorHooks
@@ -117,7 +117,7 @@ def memory_pass(step: ProfiledStep, tree: ModuleTree, device: Device) -> Watch:
     device.synchronize()
     watch = Watch(step, tree, Gauge() if counter is None else PeakGauge(counter), log)
     # Operations of compiled code cannot be watched: a dispatch mode would make it run eagerly.
-    with nullcontext() if tree.has_compiled else watch:
+    with closing(watch), nullcontext() if tree.has_compiled else watch:
         watch.run()
     device.synchronize()
     return watch
@@ -130,6 +130,6 @@ def simulated_pass(step: ProfiledStep, tree: ModuleTree, target: str, make_log: 
     step = without_data(step)
     log = make_log(step, rounding_bytes=rounding_bytes(target))
     watch = Watch(step, tree, log.gauge(), log)
-    with as_on_target(tree, target, watch.note_backend_dependent) as mode, log.recorded(), watch:
+    with as_on_target(tree, target, watch.note_backend_dependent) as mode, log.recorded(), closing(watch), watch:
         watch.run(at_node=mode.resume, explain=say_why_not)
     return watch, log

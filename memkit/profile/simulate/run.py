@@ -206,7 +206,8 @@ def as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callable
         owners_set_aside(),
         closing(TargetMode(target, backend_dependent=note_backend_dependent)) as mode,
         mode,
-        TargetOps(target),
+        closing(TargetOps(target)) as ops,
+        ops,
         warnings.catch_warnings(),
     ):
         # Autocast for CUDA turns itself off, with no more than a warning, on a machine without.
