@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from numbers import Integral, Real
 
 MIB = 1024**2
@@ -22,6 +23,13 @@ _FEWEST_BUDGET_BYTES = 1024
 
 def rounded(number: int, to: int) -> int:
     return -(-number // to) * to
+
+
+def total_rounded(numbers: Iterable[int], to: int) -> int:
+    total = 0
+    for number in numbers:
+        total += -(-number // to) * to
+    return total
 
 
 def format_mib(num_bytes: int) -> str:

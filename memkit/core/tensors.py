@@ -10,6 +10,7 @@ but says on which device it is.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -141,7 +142,8 @@ def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
 
 def extent(size: Sequence[int], stride: Sequence[int]) -> int:
     """Return the number of elements from the first one to the last, where there is any."""
-    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    last: int = sum(map(operator.mul, size, stride)) - sum(stride)  # without a frame for each dimension
+    return 1 + last
 
 
 def chunk_bytes(tensor: Tensor) -> int:

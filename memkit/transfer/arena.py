@@ -103,6 +103,11 @@ class Arena:
     def num_pins(self) -> int:
         return self._committed.num_pins
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether the system has pinned no more: copies then go through staging buffers."""
+        return self._staging is not None
+
     @_mended
     def take(self, num_bytes: int) -> Span:
         assert num_bytes > 0

@@ -44,7 +44,7 @@ class Offloads:
         any."""
         (window,) = offload_states[TAG].windows()
         forward = window.scheduled
-        return forward is not None and forward.is_complete and not (forward.is_over and any(forward.schedule.host_bytes))
+        return forward is not None and forward.is_complete and not (forward.is_over and any(forward.sized.host_bytes))
 
     @property
     def moved_units(self) -> float:

@@ -136,7 +136,7 @@ def test_copies_back_are_not_timed_while_any_is_under_way(monkeypatch: pytest.Mo
     assert made.placement is not None
     gradient_of(y, x)
     first, last = made.placement.back[0][0], made.placement.back[0][-1]
-    storages = [device.allocate(made.schedule.sizes_bytes[value]) for value in made.schedule.parts[0].back[0]]
+    storages = [device.allocate(made.sized.sizes_bytes[value]) for value in made.schedule.parts[0].back[0]]
     first.start(storages)  # on its lane, and waited for by a stream that is not there yet
     first.waited = device.record_event()
     assert last.done.is_reached()

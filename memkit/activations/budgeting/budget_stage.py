@@ -549,4 +549,4 @@ class BudgetStage(RecordingStage):
 @mended
 def _open_moves(window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts) -> ScheduledForward | None:
     window.settle()
-    return open_scheduled(window, schedule, trace, counts) if is_free(window) else None
+    return open_scheduled(window, schedule, trace, counts, schedule.first) if is_free(window) else None

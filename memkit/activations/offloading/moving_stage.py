@@ -5,22 +5,21 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from memkit.activations.offloading.schedule import Schedule, make_schedule
-from memkit.activations.offloading.scheduled import ScheduledForward, ScheduledSaves
+from memkit.activations.offloading.schedule import PlacedCopies, Schedule, Sized, make_schedule
+from memkit.activations.offloading.scheduled import ScheduledForward, ScheduledSaves, take_spans
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Stage, all_too_small
 from memkit.activations.saved.forward import Forward
 from memkit.activations.saved.state import OffloadState, offload_states
-from memkit.activations.saved.traces import NO_VALUE, STRANGER, Capture, Follower, SeenSave, Trace, Traces, key_of
+from memkit.activations.saved.traces import NO_VALUE, STRANGER, Capture, Follower, SaveKey, SeenSave, Trace, Traces, key_of
 from memkit.activations.stats import fragmentation_hint
 from memkit.core import torch_private
 from memkit.core.interrupts import Blocks, mended
@@ -28,10 +27,8 @@ from memkit.core.kept import FlattenedHandle, KeptHandle
 from memkit.core.tensors import is_range_of_bytes, storage_key
 from memkit.core.torch_state import dynamo_is_loaded, has_own_dispatch
 from memkit.device import Device, open_device, why_nothing_is_freed
-from memkit.errors import HostMemoryError
 from memkit.plan import Action
 from memkit.plan.ratio import Forecast, RatioSoFar
-from memkit.transfer.host_memory import Span
 
 _LOGGER = logging.getLogger(__name__)
 paused = Blocks()
@@ -177,7 +174,7 @@ class MovingStage(Stage):
         state, options, windows = self._state, self._options, self._state.windows()
         if len(windows) != 1 or options.device not in (None, windows[0].device) or windows[0].traces.has_report():
             return None
-        window, asked = windows[0], (self._asked, self.counts.ratio, options.window_bytes)
+        window, asked = windows[0], (self._asked, self.counts.ratio, options.window_bytes, options.min_bytes)
         with state.lock:
             window.arena.limit_bytes = options.host_limit_bytes
             forward = follow_schedule(window, self._saves, asked, self.counts, tensor, behind)
@@ -212,14 +209,14 @@ class MovingStage(Stage):
         scheduled.end_forward()
         trace = scheduled.trace
         if scheduled.is_complete:
-            schedule, counts = scheduled.schedule, self.counts
-            counts.seen_bytes += schedule.seen_bytes
-            counts.unique_bytes += schedule.unique_bytes
-            counts.kept_bytes += schedule.kept_bytes
-            counts.window_bytes = max(counts.window_bytes, schedule.window_bytes)
+            sized, counts = scheduled.sized, self.counts
+            counts.seen_bytes += sum(sized.seen_bytes)
+            counts.unique_bytes += sized.unique_bytes
+            counts.kept_bytes += sized.kept_bytes
+            counts.window_bytes = max(counts.window_bytes, sized.window_bytes)
             window, ledger = scheduled.window, scheduled.window.ledger
             window.traces.follow(trace)
-            ledger.peak_live_bytes = max(ledger.peak_live_bytes, ledger.live_bytes + schedule.peak_bytes)
+            ledger.peak_live_bytes = max(ledger.peak_live_bytes, ledger.live_bytes + sized.peak_bytes)
         elif scheduled.has_backward and not self._forwards:
             trace.seen_under = None  # its backward began before the last saves
             self._count_followed(scheduled)
@@ -227,9 +224,9 @@ class MovingStage(Stage):
 
     def _count_followed(self, scheduled: ScheduledForward) -> None:
         counts, leaving = self.counts, scheduled.leaving
-        counts.seen_bytes += sum(save.seen_bytes for save in (scheduled.trace.seen or ())[: scheduled.num_saves])
+        counts.seen_bytes += sum(scheduled.sized.seen_bytes[: scheduled.num_saves])
         for value in range(scheduled.num_values):
-            num_bytes = scheduled.schedule.sizes_bytes.get(value, 0)
+            num_bytes = scheduled.sized.sizes_bytes.get(value, 0)
             counts.unique_bytes += num_bytes
             counts.kept_bytes += 0 if value in leaving else num_bytes
 
@@ -336,7 +333,7 @@ class MovingStage(Stage):
                 scheduled.stop()
                 self._left = scheduled.trace
                 if scheduled.num_saves:
-                    share.resume(scheduled.trace, scheduled.num_values, scheduled.leaving)
+                    share.resume(scheduled.keys(), scheduled.trace.held, scheduled.leaving)
                     self._count_followed(scheduled)
             elif found is not None:
                 self._capture = None
@@ -369,7 +366,7 @@ class MovingStage(Stage):
 def follow_schedule(
     window: OffloadWindow,
     saves: ScheduledSaves,
-    asked: tuple[Hashable, float, int | None],
+    asked: tuple[Hashable, float, int | None, int],
     counts: Counts,
     tensor: Tensor,
     behind: ScheduledForward | None,
@@ -377,7 +374,7 @@ def follow_schedule(
     """Have saves follow an earlier forward from a tensor on, if the forward followed so far (`behind`) has done nothing yet;
     None if no such forward is known, or another is running."""
     window.settle()
-    under, ratio, window_bytes = asked
+    under, ratio, window_bytes, min_bytes = asked
     place, tried = (0, ()) if behind is None else (behind.num_saves, behind.tried)
     before = None if behind is None else behind.trace.seen
     found: list[Trace] = []
@@ -389,24 +386,30 @@ def follow_schedule(
         elif (
             trace not in tried
             and len(seen) > place
-            and (before is None or seen[:place] == before[:place])
-            and seen[place].is_like(tensor)
+            and (before is None or all(map(SeenSave.is_alike, seen[:place], before)))
+            and seen[place].is_like(tensor, of_any_size=window_bytes is None and not window.arena.is_staged)
         ):
             found.append(trace)
     if not found or not is_free(window):
         return None
     trace = expected if (expected := window.traces.expected) in found else found[0]
-    window.fit_arena(max(known.plan(ratio, window_bytes).offload_bytes for known in window.traces))
     key = ratio, window_bytes, len(trace.held)
     if trace.schedule is None or trace.schedule[0] != key:
-        trace.schedule = key, make_schedule(trace, trace.plan(ratio, window_bytes), window.device)
+        plan = trace.plan(ratio, window_bytes)
+        schedule = make_schedule(trace, plan, window.device, window_bytes=window_bytes, min_bytes=min_bytes)
+        trace.schedule = key, schedule
         if not window.has_schedule:
             window.has_schedule = True
             window.device.empty_cache()  # steps without a schedule have left it in more pieces than later ones need
-    schedule: Schedule = trace.schedule[1]
+    schedule = trace.schedule[1]
     if schedule.pass_once() or not all(save.stays for save in schedule.saves[:place]):
         return None
-    made = open_scheduled(window, schedule, trace, counts)
+    most_bytes = max(known.plan(ratio, window_bytes).offload_bytes for known in window.traces)
+    window.fit_arena(max(most_bytes, schedule.most_host_bytes))
+    sized: Sized = schedule.last  # if it is of another size, that shows before anything is held
+    if behind is not None:
+        sized = schedule.find(behind.sized.shapes[:place], tensor.shape) or behind.sized.fork(schedule.saves[:place])
+    made = open_scheduled(window, schedule, trace, counts, sized)
     if made is None:
         return None
     made.num_saves = made.began_at = place
@@ -415,25 +418,19 @@ def follow_schedule(
     return made
 
 
-def open_scheduled(window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts) -> ScheduledForward | None:
+def open_scheduled(
+    window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts, sized: Sized
+) -> ScheduledForward | None:
     """Return a forward that follows a schedule; None without the host memory for it. The caller holds the lock of the window,
     whose `is_free` says that no request is likely."""
-    spans = list[Span | None]()
-    with suppress(HostMemoryError):
-        for num_bytes in schedule.host_bytes:
-            spans.append(window.arena.take(num_bytes) if num_bytes else None)
-    taken = [span for span in spans if span is not None]
-    if len(spans) < len(schedule.host_bytes) or any(span.staging is not None for span in taken):
-        for span in taken:
-            window.arena.give(span)
-        if len(spans) < len(schedule.host_bytes):
-            schedule.note_no_room()
+    spans = take_spans(window, schedule, sized)
+    if spans is None:
         return None
-    for span in taken:
-        for event in span.free_events:
-            window.device.wait_event(window.lanes.out, event)
-    placement = schedule.place(spans, window.device, window.lanes) if taken else None
-    window.scheduled = made = ScheduledForward(window, schedule, placement, spans, trace, counts)
+    if len(sized.shapes) == len(schedule.saves):
+        placement = schedule.place(sized, spans, window.device, window.lanes)
+    else:
+        placement = PlacedCopies(schedule, window.device, window.lanes)
+    window.scheduled = made = ScheduledForward(window, schedule, sized, placement, spans, trace, counts)
     return made
 
 
@@ -475,14 +472,14 @@ class RatioDecider(RatioSoFar):
             return None
         return self.decide(storage.nbytes(), None if place is STRANGER else place, asked)
 
-    def resume(self, trace: Trace, num_values: int, leaving: Collection[int]) -> None:
+    def resume(self, keys: Sequence[SaveKey], held: Collection[int], leaving: Collection[int]) -> None:
         self._is_partial = True
-        for value, key in enumerate(trace.keys[:num_values]):
+        for value, key in enumerate(keys):
             followed = self.follower.trace
             place = self.follower.note(key)
             if self.follower.trace is not followed:
                 self._take_plan()
-            if value in trace.held:
+            if value in held:
                 self._held.add(value)
             else:
                 self.decide(key.num_bytes, place, Action.OFFLOAD if value in leaving else Action.KEEP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from memkit.activations.saved.traces import NO_VALUE, SeenSave, Trace
 from memkit.core.kept import nothing
-from memkit.core.sizes import ALIGNMENT_BYTES, rounded
+from memkit.core.sizes import ALIGNMENT_BYTES, rounded, total_rounded
 from memkit.core.tensors import Geometry, extent
-from memkit.device.base import CopyBatch, Device, Piece, Stream, busy_s_of
+from memkit.device.base import CopyBatch, Device, Piece, busy_s_of
 from memkit.plan import Plan
 from memkit.plan.copies import CopySchedule, schedule_copies
 from memkit.plan.plans import Action
@@ -25,14 +25,27 @@ from memkit.transfer.lanes import Lanes, copy_by_turns
 _MOST_PASSED = 64
 _MOST_LOOKS = 3
 _MAX_PLACES = 4
+_MOST_SIZES = 64
 _MOST_STALL = 1 / 20
 """A backward hardly waited for its copies if it waited for at most this share of their time."""
 
 
-@dataclass(eq=False, slots=True)
-class ScheduledSave(SeenSave):
-    """`before` is the value, moved as well, that the same storage was saved as before; else `NO_VALUE`."""
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class ScheduledSave:
+    """A save of any size. `before` is the value, moved as well, that the same storage was saved as before; else `NO_VALUE`."""
 
+    place: int
+    num_dims: int | None
+    """None for a tensor that is not told from others."""
+    dtype: torch.dtype | None
+    value: int
+    is_written: bool
+    num_values: int
+    before: int
+    is_seen: bool
+    """Its bytes count among those that were seen."""
+    small_bytes: int
+    """If it has no value: the bytes that it had, which may have been too few to move."""
     is_moved: bool
     is_rest: bool
     is_first: bool
@@ -43,24 +56,56 @@ class ScheduledSave(SeenSave):
     nothing: Tensor | None
 
 
+class Sized:
+    """What forwards of one size save, by the places of their saves. A forward of a size that was never seen fills it in."""
+
+    def __init__(self) -> None:
+        self.shapes: list[torch.Size | None] = []
+        self.seen_bytes: list[int] = []
+        self.geometries: dict[int, Geometry] = {}
+        """For each save of a moved value."""
+        self.sizes_bytes: dict[int, int] = {}
+        self.whole: dict[int, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+        """For each value that one request covers whole, its geometry in the storage."""
+        self.placed: dict[object, PlacedCopies] = {}
+        # the figures that a forward adds to `Counts` if it goes to its end
+        self.unique_bytes = self.kept_bytes = self.window_bytes = self.peak_bytes = 0
+        self.host_bytes = 0, 0
+        """Its bytes in the arena, in one span for requested values and one for the rest; 0 for none."""
+
+    def fork(self, saves: Sequence[ScheduledSave]) -> Sized:
+        """Return one that has the same first saves."""
+        made, values = Sized(), {save.value for save in saves}
+        made.shapes, made.seen_bytes = self.shapes[: len(saves)], self.seen_bytes[: len(saves)]
+        made.sizes_bytes = {value: num_bytes for value, num_bytes in self.sizes_bytes.items() if value in values}
+        made.whole = {value: whole for value, whole in self.whole.items() if value in values}
+        made.geometries = {place: found for place, found in self.geometries.items() if place < len(saves)}
+        return made
+
+
 class Schedule:
-    """The copies of forwards of one trace at one ratio, one forward at a time: each part is for one backward."""
+    """The copies of forwards of one trace at one ratio, one forward at a time: each part is for one backward. Which values
+    leave, and when, does not depend on sizes: see [Note: other sizes] in `scheduled`."""
 
     def __init__(
         self,
         seen: Sequence[SeenSave],
-        window_bytes: int,
+        window_bytes: int | None,
         leaving: frozenset[int],
         parts: Sequence[CopySchedule],
         device: Device,
         num_values: int,
         requests: Sequence[Sequence[int]],
+        *,
+        min_bytes: int | None = None,
     ) -> None:
         copies = self.copies = parts[0]
-        self.parts, self.num_values = parts, num_values
+        self.parts, self.num_values, self._requests = parts, num_values, requests
+        self.min_bytes = min_bytes
+        """Values of other sizes move if they have as many bytes; None if forwards of other sizes do not follow it."""
+        self._leaving, self._window_bytes = leaving, window_bytes
         self.num_passed = self._num_refused = 0
         """How many more forwards go without it, since host memory is short: some values may find room."""
-        self.sizes_bytes = {save.value: save.num_bytes for save in seen if save.value != NO_VALUE}
         self.rest = leaving.difference(*requests)
         """Moved values that no backward asks for: they may outlive the backwards."""
         self.saves = self._saves(seen, leaving, device.torch_device)
@@ -69,29 +114,32 @@ class Schedule:
             for value in asking:
                 counted[value] += 1
         num_handles = Counter(save.value for save in self.saves)
-        self.whole: list[tuple[torch.Size, tuple[int, ...], torch.dtype] | None] = [None] * num_values
-        """For each value that one request covers whole, its geometry in the storage."""
-        for save in self.saves:
-            is_alone = save.is_moved and num_handles[save.value] == 1
-            is_alone = is_alone and max(counted[save.value] for counted in self.num_requests) == 1
-            if is_alone and save.geometry is not None and is_all_of(save.geometry, save.num_bytes):
-                self.whole[save.value] = save.geometry.size, save.geometry.stride, save.geometry.dtype
+        self.is_alone = [
+            num_handles[value] == 1 and max(counted[value] for counted in self.num_requests) == 1 for value in range(num_values)
+        ]
+        """Whether one request covers all uses of a value."""
         self.batch_of = {value: number for number, batch in enumerate(copies.out) for value in batch}
+        self._placed_values = [
+            [value for value in self.batch_of if (value in self.rest) is is_rest] for is_rest in (False, True)
+        ]
+        """In the order of their batches, those with each span."""
         self.behind = [[max(self.batch_of[value] for value in batch) for batch in part.back] for part in parts]
         """For each fetched batch of each backward, the last moved batch with one of its values."""
-        # the figures that a forward adds to `Counts` if it follows the schedule to its end
-        self.seen_bytes, self.unique_bytes = sum(save.seen_bytes for save in seen), sum(self.sizes_bytes.values())
-        self.kept_bytes = self.unique_bytes - sum(self.sizes_bytes[value] for value in leaving)
-        self.window_bytes, self.peak_bytes = window_bytes, self._peak_bytes(requests)
-        self.host_bytes = tuple(
-            sum(rounded(self.sizes_bytes[value], ALIGNMENT_BYTES) for value in values)
-            for values in (leaving - self.rest, self.rest)
-        )
-        """Its bytes in the arena, in one span for requested values and one for the rest; 0 for none."""
         self.takes_turns = self.takes_turns_back = False
         """Copies to the host, and copies to the device, take turns on two streams."""
         self._num_looks = 0
-        self._placed: dict[object, PlacedCopies] = {}
+        self._sizes: dict[tuple[torch.Size | None, ...], Sized] = {}
+        """By the shapes of all saves, the last used at the end."""
+        self.most_host_bytes = 0
+        self.first = self.last = sized = Sized()
+        for save, known in zip(self.saves, seen, strict=True):
+            sized.shapes.append(known.shape)
+            sized.seen_bytes.append(known.seen_bytes)
+            if known.value != NO_VALUE:
+                sized.sizes_bytes[known.value] = known.num_bytes
+            if save.is_moved and known.geometry is not None:
+                self.note_geometry(sized, save, known.geometry, known.num_bytes)
+        self.file(sized)
 
     def _saves(self, seen: Sequence[SeenSave], leaving: Collection[int], torch_device: torch.device) -> list[ScheduledSave]:
         asked = {value for part in self.parts for value in part.requests}
@@ -105,7 +153,15 @@ class Schedule:
                 befores.setdefault(value, save.before)
             made.append(
                 ScheduledSave(
-                    **{name: getattr(save, name) for name in SeenSave.__slots__} | {"before": before},
+                    place=place,
+                    num_dims=None if save.shape is None else len(save.shape),
+                    dtype=save.dtype,
+                    value=value,
+                    is_written=save.is_written,
+                    num_values=save.num_values,
+                    before=before,
+                    is_seen=save.seen_bytes > 0,
+                    small_bytes=save.seen_bytes if value == NO_VALUE else 0,
                     is_moved=is_moved,
                     is_rest=value in self.rest,
                     is_first=is_first,
@@ -116,6 +172,41 @@ class Schedule:
                 )
             )
         return made
+
+    def note_geometry(self, sized: Sized, save: ScheduledSave, geometry: Geometry, num_bytes: int) -> None:
+        sized.geometries[save.place] = geometry
+        if self.is_alone[save.value] and is_all_of(geometry, num_bytes):
+            sized.whole[save.value] = geometry.size, geometry.stride, geometry.dtype
+
+    # Sizes
+
+    def file(self, sized: Sized) -> None:
+        """Keep a size that a whole forward has shown."""
+        leaving, sizes_bytes = self._leaving, sized.sizes_bytes
+        sized.unique_bytes = sum(sizes_bytes.values())
+        sized.kept_bytes = sized.unique_bytes - sum(map(sizes_bytes.__getitem__, leaving))
+        largest = max(sizes_bytes.values(), default=0)
+        sized.window_bytes = 2 * largest if self._window_bytes is None else self._window_bytes
+        sized.peak_bytes = self._peak_bytes(sizes_bytes)
+        size_of = sizes_bytes.__getitem__
+        sized.host_bytes = (
+            total_rounded(map(size_of, leaving - self.rest), ALIGNMENT_BYTES),
+            total_rounded(map(size_of, self.rest), ALIGNMENT_BYTES),
+        )
+        self.last = sized
+        self.most_host_bytes = max(self.most_host_bytes, sum(sized.host_bytes))
+        self._sizes[tuple(sized.shapes)] = sized
+        if len(self._sizes) > _MOST_SIZES:
+            del self._sizes[next(iter(self._sizes))]
+
+    def find(self, shapes: list[torch.Size | None], shape: torch.Size) -> Sized | None:
+        """Return the size with these first shapes and this next one that was used last."""
+        place = len(shapes)
+        for key, sized in reversed(self._sizes.items()):
+            if sized.shapes[place] == shape and sized.shapes[:place] == shapes:
+                self._sizes[key] = self.last = self._sizes.pop(key)
+                return sized
+        return None
 
     def note_no_room(self) -> None:
         """Note that there is no host memory for it: some forwards do without it, more each time, up to `_MOST_PASSED`."""
@@ -128,24 +219,41 @@ class Schedule:
             return True
         return False
 
-    def _peak_bytes(self, requests: Sequence[Sequence[int]]) -> int:
+    def _peak_bytes(self, sizes_bytes: Mapping[int, int]) -> int:
         """Return the most bytes of its values on the device. A value that stays is freed by its last requesting backward."""
-        copies, sizes_bytes = self.copies, self.sizes_bytes
+        copies, requests = self.copies, self._requests
         gone = {value for batch in copies.out[: copies.num_released[-1]] for value in batch}
         live = set(sizes_bytes) - gone
-        live_bytes, peak_bytes = sum(sizes_bytes[value] for value in live), copies.peak_bytes
+        live_bytes, peak_bytes = sum(map(sizes_bytes.__getitem__, live)), self._peak_of_saves(sizes_bytes)
         for number, (part, asked) in enumerate(zip(self.parts, requests, strict=True), start=1):
             due, last = dict(zip(part.requests, part.num_fetched, strict=True)), {value: at for at, value in enumerate(asked)}
             num_fetched = 0
             for at, value in enumerate(asked):
-                coming = {value, *(each for batch in part.back[num_fetched : due.get(value, 0)] for each in batch)} - live
-                num_fetched = max(num_fetched, due.get(value, 0))
+                coming = {value}
+                if due.get(value, 0) > num_fetched:
+                    for batch in part.back[num_fetched : due[value]]:
+                        coming.update(batch)
+                    num_fetched = due[value]
+                coming -= live
                 live |= coming
-                live_bytes += sum(sizes_bytes.get(each, 0) for each in coming)
+                for each in coming:
+                    live_bytes += sizes_bytes.get(each, 0)
                 peak_bytes = max(peak_bytes, live_bytes)
                 if last[value] == at and (value in self.batch_of or number == len(requests)):
                     live.discard(value)
                     live_bytes -= sizes_bytes.get(value, 0)
+        return peak_bytes
+
+    def _peak_of_saves(self, sizes_bytes: Mapping[int, int]) -> int:
+        """Return the most bytes while saves come."""
+        copies, live_bytes, peak_bytes, num_released = self.copies, 0, 0, 0
+        for save in self.saves:
+            if save.value != NO_VALUE and save.is_first:
+                live_bytes += sizes_bytes[save.value]
+            peak_bytes = max(peak_bytes, live_bytes)
+            for batch in copies.out[num_released : save.num_released]:
+                live_bytes -= sum(map(sizes_bytes.__getitem__, batch))
+            num_released = save.num_released
         return peak_bytes
 
     def see_to_turns(self, placement: PlacedCopies) -> None:
@@ -158,18 +266,25 @@ class Schedule:
             self._num_looks += 1
             self.takes_turns_back = placement.has_come_early()
         if before != (self.takes_turns, self.takes_turns_back):
-            self._placed.clear()
+            for sized in self._sizes.values():
+                sized.placed.clear()
 
-    def place(self, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> PlacedCopies:
+    def place(self, sized: Sized, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> PlacedCopies:
         key = tuple(
             None if span is None else (span.offset, span.ranges, tuple(piece.data_ptr() for piece in span.pieces))
             for span in spans
         )
-        found = self._placed.get(key)
+        found, placed = sized.placed.get(key), sized.placed
         if found is None:
-            if len(self._placed) == _MAX_PLACES:
-                del self._placed[next(iter(self._placed))]
-            found = self._placed[key] = PlacedCopies(self, spans, device, lanes)
+            if len(placed) == _MAX_PLACES:
+                del placed[next(iter(placed))]
+            found = placed[key] = PlacedCopies(self, device, lanes)
+            for span, values in zip(spans, self._placed_values, strict=True):
+                if span is not None:
+                    found.add(span, values, sized.sizes_bytes)
+            found.prepare(self.copies.out, found.out, is_out=True)
+            for part, made in zip(self.parts, found.back, strict=True):
+                found.prepare(part.back, made, is_out=False)
         return found
 
 
@@ -179,8 +294,9 @@ def is_all_of(geometry: Geometry, num_bytes: int) -> bool:
     return extent(geometry.size, geometry.stride) * geometry.dtype.itemsize == num_bytes
 
 
-def make_schedule(trace: Trace, plan: Plan, device: Device) -> Schedule:
-    """Return the schedule of a trace. The forecast of the device's bytes counts if there is one backward alone."""
+def make_schedule(trace: Trace, plan: Plan, device: Device, *, window_bytes: int | None, min_bytes: int) -> Schedule:
+    """Return the schedule of a trace. The forecast of the device's bytes counts if there is one backward alone. Forwards of
+    other sizes follow it if the window is not a fixed number of bytes."""
     seen, requests = trace.seen, trace.requests
     assert seen is not None
     assert requests is not None
@@ -206,7 +322,8 @@ def make_schedule(trace: Trace, plan: Plan, device: Device) -> Schedule:
     told = [(_told(part, asked, visible), asked) for part, asked in zip(parts, requests, strict=True)]
     told = [(part, asked) for part, asked in told if part.requests] or told[:1]  # the others do nothing
     parts, asked_for = [part for part, _ in told], [asked for _, asked in told]
-    return Schedule(seen, plan.window_bytes, leaving, parts, device, len(plan.saves), asked_for)
+    vary = min_bytes if window_bytes is None else None
+    return Schedule(seen, window_bytes, leaving, parts, device, len(plan.saves), asked_for, min_bytes=vary)
 
 
 def _told(part: CopySchedule, asked: Sequence[int], visible: Collection[int]) -> CopySchedule:
@@ -238,38 +355,42 @@ def ready_at(seen: Sequence[SeenSave]) -> dict[int, int]:
 
 
 class PlacedCopies:
-    """Prepared copies of a schedule. Forwards that are alive at once never share one."""
+    """Prepared copies of a schedule, in host memory of their own. Forwards that are alive at once never share one."""
 
-    def __init__(self, schedule: Schedule, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> None:
-        self._device, self._lanes = device, lanes
-        self._pieces: dict[int, list[tuple[int, Tensor]]] = {}
-        for span, is_rest in zip(spans, (False, True), strict=True):
-            if span is None:
-                continue
-            edges, start = list(itertools.accumulate((piece.numel() for piece in span.pieces), initial=0)), 0
-            for batch in schedule.copies.out:
-                for value in batch:
-                    if (value in schedule.rest) is is_rest:
-                        num_bytes = schedule.sizes_bytes[value]
-                        self._pieces[value] = list(_parts(span.pieces, edges, start, num_bytes))
-                        start += rounded(num_bytes, ALIGNMENT_BYTES)
-        self.out = self._prepare(schedule.copies.out, lanes.out_by_turns, is_out=True, by_turns=schedule.takes_turns)
-        self.back = [
-            self._prepare(part.back, lanes.back_by_turns, is_out=False, by_turns=schedule.takes_turns_back)
-            for part in schedule.parts
-        ]
+    def __init__(self, schedule: Schedule, device: Device, lanes: Lanes) -> None:
+        self._schedule, self._device, self._lanes = schedule, device, lanes
+        self.pieces: dict[int, list[tuple[int, Tensor]]] = {}
+        """For each value that has host memory."""
+        self.out: list[CopyBatch] = []
+        self.back: list[list[CopyBatch]] = [[] for _ in schedule.parts]
+        self._turns = schedule.takes_turns, schedule.takes_turns_back
         self._alone: dict[tuple[int, bool], CopyBatch] = {}
 
-    def _prepare(
-        self, batches: Sequence[Sequence[int]], streams: tuple[Stream, Stream], *, is_out: bool, by_turns: bool
-    ) -> list[CopyBatch]:
-        made = list[CopyBatch]()
+    def add(self, span: Span, values: Iterable[int], sizes_bytes: Mapping[int, int]) -> None:
+        """Place values in a span, one behind the other."""
+        edges, start = list(itertools.accumulate(map(Tensor.numel, span.pieces), initial=0)), 0
+        for value in values:
+            num_bytes = sizes_bytes[value]
+            self.pieces[value] = list(_parts(span.pieces, edges, start, num_bytes))
+            start += rounded(num_bytes, ALIGNMENT_BYTES)
+
+    def prepare(self, batches: Sequence[Sequence[int]], made: list[CopyBatch], *, is_out: bool) -> None:
+        """Prepare the next batches, behind those `made` before, of values that have host memory."""
+        lanes, by_turns = self._lanes, self._turns[not is_out]
+        streams = lanes.out_by_turns if is_out else lanes.back_by_turns
         for values in batches:
             pieces, ahead = self._of(values), made[-1] if made else None
             if by_turns:
                 made.append(copy_by_turns(self._device, streams, pieces, is_out=is_out, ahead=ahead))
             else:
                 made.append(self._device.copy_batch(streams[0], pieces, is_out=is_out))
+
+    def fork(self, values: Iterable[int], num_out: int) -> PlacedCopies:
+        """Return the same for a forward that goes on at another size: values that have come keep their places."""
+        made = PlacedCopies(self._schedule, self._device, self._lanes)
+        made.pieces = {value: self.pieces[value] for value in values if value in self.pieces}
+        made.out = self.out[:num_out]
+        made._turns = self._turns
         return made
 
     def has_come_back(self) -> bool:
@@ -288,7 +409,7 @@ class PlacedCopies:
         return [
             Piece(index, start, host, host.data_ptr(), host.numel())
             for index, value in enumerate(values)
-            for start, host in self._pieces[value]
+            for start, host in self.pieces[value]
         ]
 
     def copy_alone(self, value: int, *, is_out: bool) -> CopyBatch:

@@ -1,5 +1,11 @@
 """`ScheduledForward`: a forward that follows a schedule, and its backwards; `ScheduledSaves`: its pack hook. After a deviation,
-copied values are freed, and the rest goes save by save."""
+copied values are freed, and the rest goes save by save.
+
+[Note: other sizes] A schedule tells for each save whether its value leaves and which copies are due, whatever its size. A
+forward whose tensors have other shapes, as of longer sequences, follows it too: their sizes are read as they come (`Sized`),
+each batch gets host memory of its own when it leaves, and its copies are prepared then. The next forward of that size knows all
+of this ahead.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +14,24 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from memkit.activations.offloading.schedule import PlacedCopies, Schedule, ScheduledSave
+from memkit.activations.offloading.schedule import PlacedCopies, Schedule, ScheduledSave, Sized
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.traces import NO_VALUE, Trace
+from memkit.activations.saved.traces import NO_VALUE, SaveKey, Trace
 from memkit.core import backwards, torch_private
 from memkit.core.interrupts import mended
 from memkit.core.kept import KeptHandle, ScheduledHandle, modified_error
-from memkit.core.sizes import format_mib
+from memkit.core.sizes import ALIGNMENT_BYTES, format_mib, total_rounded
+from memkit.core.tensors import Geometry
 from memkit.core.torch_state import is_saved_by_compiled_code, label
 from memkit.device.base import CopyBatch
-from memkit.errors import note_no_room
+from memkit.errors import HostMemoryError, note_no_room
 from memkit.transfer.host_memory import Span
 
 
@@ -49,6 +56,25 @@ class Life:
         self.forward = forward
 
 
+def take_spans(window: OffloadWindow, schedule: Schedule, sized: Sized) -> list[Span | None] | None:
+    """Return host memory for the values of a size, of which a new one has none yet; None if there is too little."""
+    spans = list[Span | None]()
+    with suppress(HostMemoryError):
+        for num_bytes in sized.host_bytes:
+            spans.append(window.arena.take(num_bytes) if num_bytes else None)
+    taken = [span for span in spans if span is not None]
+    if len(spans) < len(sized.host_bytes) or any(span.staging is not None for span in taken):
+        for span in taken:
+            window.arena.give(span)
+        if len(spans) < len(sized.host_bytes):
+            schedule.note_no_room()
+        return None
+    for span in taken:
+        for event in span.free_events:
+            window.device.wait_event(window.lanes.out, event)
+    return spans
+
+
 class ScheduledForward:
     """One forward by a schedule, and its backwards; spans of host memory for requested values, and for the rest."""
 
@@ -56,7 +82,8 @@ class ScheduledForward:
         self,
         window: OffloadWindow,
         schedule: Schedule,
-        placement: PlacedCopies | None,
+        sized: Sized,
+        placement: PlacedCopies,
         spans: Sequence[Span | None],
         trace: Trace,
         counts: Counts,
@@ -64,8 +91,11 @@ class ScheduledForward:
         self.schedule, self.trace, self.counts = schedule, trace, counts
         self.window, self.lock = window, window.lock
         self.device = device = window.device
+        self.sized = sized
+        self.is_new = len(sized.shapes) < len(schedule.saves)
+        """No forward of this size was seen before: its sizes are read as they come."""
         self.placement = placement
-        self.out: list[CopyBatch] = [] if placement is None else placement.out
+        self.out: list[CopyBatch] = placement.out
         self.is_broken = False
         self.is_forward = True
         self.life: Callable[[], Life | None] = lambda: None
@@ -102,7 +132,9 @@ class ScheduledForward:
         """The last moved batch that the lane back has waited for."""
         self.task = _NO_BACKWARD
         self._num_backwards = 0
-        self._spans = list(spans)
+        self._spans, self._rest_spans = list(filter(None, spans[:1])), list(filter(None, spans[1:]))
+        """Host memory of requested values, and of the rest."""
+        self._has_room = True
         self._lent: dict[int, list[KeptHandle]] = {}
         """For values with further requests, the tensors handed out over the fetched storage."""
         self.on_end: Callable[[], None] | None = None
@@ -117,9 +149,12 @@ class ScheduledForward:
     def keep_up(self, num_sent: int, num_released: int) -> None:
         schedule = self.schedule
         while self.num_sent < num_sent:
-            values, batch = schedule.copies.out[self.num_sent], self.out[self.num_sent]
+            values = schedule.copies.out[self.num_sent]
             if self.nodes and torch_private.node_number() in map(self.nodes.get, values):
                 break  # its op may not have written them yet
+            if self.num_sent == len(self.out) and not self._place(values):
+                break
+            batch = self.out[self.num_sent]
             held: list[Any] = [self.held[value] for value in values]
             if torch_private.profiler_is_on():
                 with label("evict"):
@@ -130,6 +165,49 @@ class ScheduledForward:
             self.counts.moved_out.batches.append(batch)
         while self.num_released < min(num_released, self.num_sent):
             self._release_next()
+
+    def _place(self, values: Sequence[int]) -> bool:
+        """Prepare the next batch in host memory of its own; without any, this and all later ones stay on the device."""
+        if self._has_room:
+            try:
+                self._take_memory(values)
+            except HostMemoryError as error:
+                self._has_room = False
+                self.window.warn_no_host(self.sized.sizes_bytes[values[0]], error)
+                return False
+            self.placement.prepare([values], self.out, is_out=True)
+        return self._has_room
+
+    def _take_memory(self, values: Sequence[int]) -> None:
+        sizes_bytes, rest, requested = self.sized.sizes_bytes, list[int](), list[int]()
+        for value in values:
+            if value not in self.placement.pieces:
+                (rest if value in self.schedule.rest else requested).append(value)
+        for new, spans in ((requested, self._spans), (rest, self._rest_spans)):
+            if new:
+                span = self.window.arena.take(total_rounded(map(sizes_bytes.__getitem__, new), ALIGNMENT_BYTES))
+                spans.append(span)
+                for event in span.free_events:
+                    self.device.wait_event(self.window.lanes.out, event)
+                self.placement.add(span, new, sizes_bytes)
+
+    def resize(self, place: int, shape: torch.Size) -> None:
+        """Go on at another size from a place on: at one that is known, if nothing is held at this one yet."""
+        if self.num_sent == 0 and self.held.count(None) == len(self.held):
+            known = self.schedule.find(self.sized.shapes[:place], shape)
+            spans = None if known is None else take_spans(self.window, self.schedule, known)
+            if known is not None and spans is not None:
+                before = self._spans + self._rest_spans
+                self._spans, self._rest_spans = list(filter(None, spans[:1])), list(filter(None, spans[1:]))
+                for span in before:
+                    self.window.arena.give(span)
+                self.sized, self.is_new = known, False
+                self.placement = self.schedule.place(known, spans, self.device, self.window.lanes)
+                self.out, self._back = self.placement.out, self.placement.back[0]
+                return
+        self.sized, self.is_new = self.sized.fork(self.schedule.saves[:place]), True
+        self.placement = self.placement.fork(self.sized.sizes_bytes, self.num_sent)
+        self.out, self._back = self.placement.out, self.placement.back[0]
 
     def _release_next(self) -> None:
         schedule, number = self.schedule, self.num_released
@@ -154,6 +232,10 @@ class ScheduledForward:
                     if storage is None or self.nodes.get(value) == torch_private.node_number() or value in self.alone:
                         continue
                     if self.schedule.batch_of[value] >= self.num_sent:  # the other values of its batch do not come
+                        try:
+                            self._take_memory([value])
+                        except HostMemoryError:
+                            continue
                         batch = self.copy_alone(value, is_out=True)
                         batch.start([storage])
                         self.counts.moved_out.batches.append(batch)
@@ -163,7 +245,6 @@ class ScheduledForward:
                 self.let_go_of_sent()
 
     def copy_alone(self, value: int, *, is_out: bool) -> CopyBatch:
-        assert self.placement is not None
         return self.placement.copy_alone(value, is_out=is_out)
 
     @mended
@@ -202,20 +283,30 @@ class ScheduledForward:
                 self.take_no_more()
                 self.nodes = {}
                 self.keep_up(copies.num_sent[-1], copies.num_released[-1])
-                if self.placement is not None:
-                    self.schedule.see_to_turns(self.placement)
+                self.schedule.see_to_turns(self.placement)
+                if self.is_new:
+                    self.schedule.file(self.sized)
 
     @property
     def live_bytes(self) -> int:
-        sizes_bytes = self.schedule.sizes_bytes
+        sizes_bytes = self.sized.sizes_bytes
         return sum(sizes_bytes[value] for value, storage in enumerate(self.held) if storage is not None)
+
+    def keys(self) -> list[SaveKey]:
+        """What its first saves of each value look like, at this size; as before for those that others hold."""
+        sized, found = self.sized, list(self.trace.keys[: self.num_values])
+        for save in reversed(self.schedule.saves[: self.num_saves]):
+            if save.value != NO_VALUE:
+                num_bytes, shape = sized.sizes_bytes[save.value], sized.shapes[save.place]
+                found[save.value] = found[save.value]._replace(num_bytes=num_bytes, shape=tuple(shape or ()))
+        return found
 
     # Fetches, backward by backward
 
     def _go_along(self, number: int) -> None:
         schedule = self.schedule
         self._copies, self._behind_of = schedule.parts[number], schedule.behind[number]
-        self._back: list[CopyBatch] = [] if self.placement is None else self.placement.back[number]
+        self._back = self.placement.back[number]
         self._cursor = self._num_fetched = 0
         self._asked = bytearray(schedule.num_values)
         self._awaiting = list(schedule.num_requests[number])
@@ -260,17 +351,17 @@ class ScheduledForward:
         if self.device.stream_number() != self.stream:  # each request gets its own tensor there
             self._has_left = True
             return False
-        schedule, number = self.schedule, self._num_fetched
+        sized, number = self.sized, self._num_fetched
         values = self._copies.back[number]
         device, held, storages, made = self.device, self.held, [], []
         for value in values:
             if held[value] is not None or self._awaiting[value] <= 0:
                 self._has_left = True
                 return False
-            whole, tensor = schedule.whole[value], None
+            whole, tensor = sized.whole.get(value), None
             try:
                 if whole is None:
-                    storage = device.allocate(schedule.sizes_bytes[value])
+                    storage = device.allocate(sized.sizes_bytes[value])
                 else:
                     tensor = device.allocate_tensor(*whole)
                     storage = tensor.untyped_storage()
@@ -279,6 +370,8 @@ class ScheduledForward:
                 return False
             storages.append(storage)
             made.append(tensor)
+        if number == len(self._back):
+            self.placement.prepare([values], self._back, is_out=False)
         batch, behind = self._back[number], self._behind_of[number]
         for value, storage in zip(values, storages, strict=True):
             held[value] = storage
@@ -318,7 +411,7 @@ class ScheduledForward:
     def _unpack(self, _: object, save: ScheduledSave, alias: Tensor, version: int) -> Tensor:
         now = torch_private.version_of(alias)
         if now != version:
-            shape = save.shape
+            shape = self.sized.shapes[save.place]
             raise modified_error(alias, version, lambda: shape or torch.Size())
         task, value = torch_private.backward_task(), save.value
         if task != _NO_BACKWARD:
@@ -361,8 +454,7 @@ class ScheduledForward:
         return tensor
 
     def _over(self, storage: torch.UntypedStorage, save: ScheduledSave) -> Tensor:
-        geometry = save.geometry
-        assert geometry is not None
+        geometry = self.sized.geometries[save.place]
         if torch_private.num_dispatch_modes() or geometry.is_conj or geometry.is_neg:
             return geometry.over(storage)
         made = torch.empty(0, dtype=save.dtype, device=storage.device)
@@ -404,7 +496,7 @@ class ScheduledForward:
 
     def _fetch_one(self, value: int) -> torch.UntypedStorage:
         schedule, batch = self.schedule, self.copy_alone(value, is_out=False)
-        storage = self._allocate_now(schedule.sizes_bytes[value])
+        storage = self._allocate_now(self.sized.sizes_bytes[value])
         if self.device.stream_number() == self.stream:
             self.held[value], self._fetched[value] = storage, 1
         else:  # it is for this request alone
@@ -485,9 +577,9 @@ class ScheduledForward:
 
     @mended
     def close(self, *, keeps_rest: bool = False) -> None:
-        spans = self._spans[:1] if keeps_rest else self._spans
-        held = [span for span in spans if span is not None and self.window.arena.has(span)]  # perhaps not, after an interrupt
-        if not any(self._spans):
+        spans = self._spans if keeps_rest else [*self._spans, *self._rest_spans]
+        held = [span for span in spans if self.window.arena.has(span)]  # perhaps not, after an interrupt
+        if not (self._spans or self._rest_spans):
             return
         self.let_go_of_sent()
         self._let_go_of_served(wait=True)
@@ -497,7 +589,7 @@ class ScheduledForward:
         last = self.device.record_event(self.home, timed=False) if self.num_sent or self.alone else None
         for span in held:
             self.window.arena.give(span, last)
-        self._spans = [None if span in spans else span for span in self._spans]
+        self._spans, self._rest_spans = [], self._rest_spans if keeps_rest else []
 
     def mend(self) -> list[Span]:
         """Repair what an interrupt left (see [Note: interrupts] in `memkit.core.interrupts`); return its host memory."""
@@ -513,7 +605,7 @@ class ScheduledForward:
         self._lent.clear()
         self._leaving.clear()
         self.is_broken = False
-        return [span for span in self._spans if span is not None]
+        return [*self._spans, *self._rest_spans]
 
 
 def _end_backward(reference: weakref.ref[ScheduledForward], task: int, has_failed: bool) -> None:
@@ -548,6 +640,7 @@ class ScheduledSaves:
         self._notes = forward.device.takes_notes
         self._stream = forward.device.stream_number()
         self._saves, self._num_saves = forward.schedule.saves, len(forward.schedule.saves)
+        self._shapes, self._min_bytes = forward.sized.shapes, forward.schedule.min_bytes
         self._addresses: dict[int, int] = {}
 
     def pack(self, tensor: Tensor) -> Any:
@@ -558,9 +651,9 @@ class ScheduledSaves:
             try:
                 is_due = (
                     (kind is Tensor or kind is _Parameter)
-                    and tensor.shape == save.shape
                     and tensor.dtype is save.dtype
                     and torch_private.backward_task() == -1
+                    and ((place < len(self._shapes) and tensor.shape == self._shapes[place]) or self._grow(save, tensor))
                 )
             except RuntimeError:  # it has no shape
                 is_due = False
@@ -573,12 +666,41 @@ class ScheduledSaves:
                 packed = self._pack(save, tensor)
                 if packed is not None:
                     return packed
-            elif save.shape is None:
+            elif save.num_dims is None:
+                if place == len(self._shapes):
+                    self._shapes.append(None)
+                    forward.sized.seen_bytes.append(0)
                 forward.num_saves = place + 1
                 return KeptHandle(tensor)
         if forward.is_forward and torch_private.backward_task() == -1:
             forward.stop()
         return self._take(tensor)
+
+    def _grow(self, save: ScheduledSave, tensor: Tensor) -> bool:
+        """Read the size of a save that no forward has shown; tell whether it is the expected save at another size."""
+        forward, min_bytes, place = self.forward, self._min_bytes, save.place
+        if min_bytes is None or tensor.dim() != save.num_dims:
+            return False
+        num_bytes = tensor.nbytes
+        if save.value != NO_VALUE and save.is_first:
+            if not self._is_here(tensor):
+                return False
+            num_bytes = tensor.untyped_storage().nbytes()
+            if num_bytes < max(min_bytes, 1):
+                return False
+        elif save.is_seen and save.small_bytes < min_bytes <= num_bytes:
+            return False  # it is large enough to have a value now
+        if place < len(self._shapes):
+            forward.resize(place, tensor.shape)
+            self._shapes = forward.sized.shapes
+            if place < len(self._shapes):
+                return True
+        sized = forward.sized
+        sized.shapes.append(tensor.shape)
+        sized.seen_bytes.append(tensor.nbytes if save.is_seen else 0)
+        if save.value != NO_VALUE and save.is_first:
+            sized.sizes_bytes[save.value] = num_bytes
+        return True
 
     def _is_here(self, tensor: Tensor) -> bool:
         return tensor.device == self._torch_device and tensor.layout is torch.strided
@@ -616,12 +738,15 @@ class ScheduledSaves:
     def _hold(self, save: ScheduledSave, tensor: Tensor, version: int) -> bool:
         if tensor.device != self._torch_device or tensor.layout is not torch.strided:
             return False
-        storage, geometry = tensor.untyped_storage(), save.geometry
-        assert geometry is not None
+        storage, sized = tensor.untyped_storage(), self.forward.sized
+        geometry = sized.geometries.get(save.place)
+        if geometry is None:
+            geometry = Geometry.of(tensor)
+            self.forward.schedule.note_geometry(sized, save, geometry, storage.nbytes())
         if (
             tensor.stride() != geometry.stride
             or tensor.storage_offset() != geometry.offset
-            or storage.nbytes() != save.num_bytes
+            or storage.nbytes() != sized.sizes_bytes[save.value]
             or type(tensor) is not Tensor
             or (tensor.requires_grad != save.is_written and not (save.is_written and is_saved_by_compiled_code()))
             or tensor.is_conj() != geometry.is_conj

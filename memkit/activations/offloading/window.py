@@ -186,8 +186,11 @@ class OffloadWindow:
         except HostMemoryError as error:
             forward.share.stays_after_all(record.num_bytes)
             forward.counts.kept_bytes += record.num_bytes
-            if (warn := self._warn()) is not None:
-                warn("host", f"it leaves {format_mib(record.num_bytes)} on the device: {error}")
+            self.warn_no_host(record.num_bytes, error)
+
+    def warn_no_host(self, num_bytes: int, error: HostMemoryError) -> None:
+        if (warn := self._warn()) is not None:
+            warn("host", f"it leaves {format_mib(num_bytes)} on the device: {error}")
 
     def make_room(self, forward: Forward) -> None:
         ledger, limit_bytes = self.ledger, self._limit_with(forward)

@@ -53,13 +53,19 @@ class SeenSave:
     """The value that the same storage was saved as before, at the first save of this one; else `NO_VALUE`."""
     seen_bytes: int
 
-    def is_like(self, tensor: Tensor) -> bool:
-        kind = type(tensor)
+    def is_like(self, tensor: Tensor, *, of_any_size: bool = False) -> bool:
+        kind, shape = type(tensor), self.shape
         if (kind is not Tensor and kind is not nn.Parameter) or tensor.is_nested:
-            return self.shape is None
-        return tensor.shape == self.shape and tensor.dtype is self.dtype
+            return shape is None
+        is_as_large = tensor.shape == shape or (of_any_size and shape is not None and tensor.dim() == len(shape))
+        return is_as_large and tensor.dtype is self.dtype
+
+    def is_alike(self, other: SeenSave) -> bool:
+        """Tell whether two saves are the same but for their sizes."""
+        return _unsized(self) == _unsized(other) and (self.shape is None) == (other.shape is None)
 
 
+_unsized = operator.attrgetter("dtype", "value", "is_written", "node", "num_values", "before")
 _Planned = TypeVar("_Planned")
 _DIGITS = re.compile(r"\d+")
 

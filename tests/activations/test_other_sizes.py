@@ -1,0 +1,249 @@
+"""Steps of sizes that were never seen follow the schedule of others: which saves leave, and when, is the same."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memkit
+from memkit.activations.saved.state import offload_states
+from memkit.device import Device, ReferenceDevice
+from memkit.errors import HostMemoryError
+from memkit.transfer.arena import Arena
+from tests.activations.cases import assert_same_bits
+from tests.activations.chains import leaf_on, step
+from tests.activations.scheduled_steps import TAG, Offloads, batch_bytes, offloads
+from tests.calls import num_calls
+from tests.interrupts import interrupts
+
+__all__ = ["batch_bytes", "offloads"]
+
+LENGTHS = (24, 31, 9, 40, 16, 31, 1, 24)
+
+
+class Layer(nn.Module):
+    """Attention and two products, with dropout: bytes that grow with the length, and with its square."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.mix, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mix(self.norm(x)).chunk(3, dim=-1)
+        x = x + functional.dropout(self.out((q @ k.mT).softmax(-1) @ v), 0.2)
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+def follows() -> bool:
+    """Tell whether a forward that has just ended has followed a schedule to its end."""
+    (window,) = offload_states[TAG].windows()
+    return window.scheduled is not None and window.scheduled.is_complete
+
+
+followed = list[bool]()
+
+
+def make_model(device: Device) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(4))).to(device.torch_device)
+
+
+def train(model: nn.Module, length: int, context: Any, *, batch: int = 2) -> list[Tensor]:
+    device = next(model.parameters()).device
+    torch.manual_seed(length)
+    x = torch.randn(batch, length, 16, device=device)
+    model.zero_grad(set_to_none=True)
+    with context:
+        loss = model(x).square().mean()
+    followed.append(TAG in offload_states and follows())
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def compare(model: nn.Module, lengths: Sequence[int], make: Callable[[], Any], **options: Any) -> None:
+    for length in lengths:
+        wanted = train(model, length, nullcontext(), **options)
+        assert_same_bits(train(model, length, make(), **options), wanted)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.1])
+@pytest.mark.usefixtures("batch_bytes")
+def test_other_lengths_follow_one_schedule(ratio: float, offloads: Offloads) -> None:
+    model = make_model(offloads.device)
+    compare(model, [24] * 3, lambda: offloads(ratio, window_bytes=None))
+    shares = list[float]()
+    for length in LENGTHS:
+        compare(model, [length], lambda: offloads(ratio, window_bytes=None))
+        if length > 1:  # its scores have other shapes of memory
+            assert followed[-1], length
+            shares.append(memkit.stats(TAG).ratio_reached)
+    assert max(shares) - min(shares) < 0.1
+    assert len(offload_states[TAG].windows()[0].traces) <= 2
+
+
+def test_batch_sizes_vary(offloads: Offloads) -> None:
+    model = make_model(offloads.device)
+    for batch in (3, 3, 3, 1, 5, 2):
+        compare(model, [20, 12], lambda: offloads(0.6, window_bytes=None), batch=batch)
+    assert followed[-1]
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.1])
+def test_a_new_length_costs_the_host_at_most_twice_as_much(ratio: float) -> None:
+    offloads = Offloads(ReferenceDevice())
+    model = make_model(offloads.device)
+
+    def calls(length: int) -> int:
+        return num_calls(lambda: train(model, length, offloads(ratio, window_bytes=None)))
+
+    for _ in range(6):
+        calls(24)
+    known = calls(24)
+
+    assert max(calls(length) for length in (25, 32, 23)) <= 2 * known
+    for length in (25, 32, 23):  # their copies are prepared, once more for each place in host memory
+        calls(length)
+    assert max(calls(length) for length in (25, 32, 23)) <= 1.2 * known
+
+
+class Late(nn.Module):
+    """The size of its first saves tells nothing of the others'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.rows = 6
+        self.does_more = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).sin().exp().cos()
+        z = torch.cat([y] * self.rows).tanh().sin()
+        z = z.exp() if self.does_more else z
+        return self.second(z).cos().sum()
+
+
+@pytest.mark.parametrize("window_units", [None, 0])
+@pytest.mark.usefixtures("batch_bytes")
+def test_sizes_that_differ_behind_the_first_saves(window_units: int | None, offloads: Offloads) -> None:
+    model = Late().to(offloads.device.torch_device)
+
+    def step(context: Any) -> list[Tensor]:
+        x = torch.linspace(-1, 1, 32, device=offloads.device.torch_device).view(4, 8).requires_grad_()
+        with context:
+            loss = model(x)
+        loss.backward()
+        return [loss.detach(), x.grad]
+
+    for rows, does_more in ((6, False),) * 3 + (
+        (9, False),
+        (9, False),
+        (6, False),
+        (3, False),
+        (5, True),
+        (3, True),
+        (6, False),
+    ):
+        model.rows, model.does_more = rows, does_more
+        wanted = step(nullcontext())
+        assert_same_bits(step(offloads(1.0, window_bytes=window_units)), wanted)
+
+
+def test_a_fixed_window_holds_at_each_size(offloads: Offloads) -> None:
+    """Its bytes are those of other saves at another size: such a step is learned by itself."""
+    model = make_model(offloads.device)
+    compare(model, [24] * 3, lambda: offloads(1.0, window_bytes=4096))
+    compare(model, [40], lambda: offloads(1.0, window_bytes=4096))
+    assert not followed[-1]
+
+
+def test_what_has_become_too_small_stays(offloads: Offloads) -> None:
+    model, least = make_model(offloads.device), 2 * 24 * 16 * 4
+    compare(model, [24] * 3, lambda: offloads(1.0, window_bytes=None, min_bytes=least))
+    moved = memkit.stats(TAG).moved_out_bytes
+    assert moved
+
+    compare(model, [20] * 3, lambda: offloads(1.0, window_bytes=None, min_bytes=least))
+    fewer = memkit.stats(TAG)
+    assert fewer.moved_out_bytes < moved * 20 / 24
+    compare(model, [48], lambda: offloads(1.0, window_bytes=None, min_bytes=least))  # more have become large enough
+
+
+@pytest.mark.filterwarnings("ignore:.*it leaves")
+def test_no_host_memory_for_a_longer_step(offloads: Offloads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has no host memory stays, and nothing is lost."""
+    model = make_model(offloads.device)
+    compare(model, [24] * 3, lambda: offloads(1.0, window_bytes=None))
+    take, num_taken = Arena.take, [0]
+
+    def refuse(arena: Arena, num_bytes: int) -> Any:
+        num_taken[0] += 1
+        if num_taken[0] > 2:
+            raise HostMemoryError("injected: no room")
+        return take(arena, num_bytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "take", refuse)
+        compare(model, [40, 40], lambda: offloads(1.0, window_bytes=None))
+    compare(model, [40, 24, 40, 40], lambda: offloads(1.0, window_bytes=None))
+    assert followed[-1]
+
+
+def test_two_models_take_turns_at_all_lengths(offloads: Offloads) -> None:
+    """Under one tag, they do not mix: the second saves other dtypes."""
+    one, other = make_model(offloads.device), make_model(offloads.device).double()
+
+    def step(model: nn.Module, length: int, context: Any) -> list[Tensor]:
+        x = torch.linspace(-1, 1, length * 16, device=offloads.device.torch_device, dtype=next(model.parameters()).dtype)
+        model.zero_grad(set_to_none=True)
+        with context:
+            torch.manual_seed(length)
+            loss = model(x.view(1, length, 16)).square().mean()
+        followed.append(TAG in offload_states and follows())
+        loss.backward()
+        return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+    for number, length in enumerate((12, 12, 12, 12, 12, 12, 9, 21, 30, 7, 8)):
+        model = (one, other)[number % 2]
+        wanted = step(model, length, nullcontext())
+        assert_same_bits(step(model, length, offloads(0.7, window_bytes=None)), wanted)
+        assert number < 6 or followed[-1], (number, length)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
+@pytest.mark.usefixtures("batch_bytes")
+def test_random_sizes(seed: int, offloads: Offloads) -> None:
+    """Each save has a size of its own in each step; some steps are shorter."""
+    draw, x = random.Random(seed), leaf_on(offloads.device.torch_device)
+    units = [1] * draw.randint(4, 12)
+    ratio = draw.choice([1.0, 0.5, 0.3])
+    for number in range(16):
+        if number > 2 and draw.random() < 0.7:
+            units = [draw.randint(1, 4) if draw.random() < 0.5 else size for size in units]
+        taken = units[:-1] if number > 2 and draw.random() < 0.2 else units
+        wanted = step(x, taken)
+        assert_same_bits(step(x, taken, lambda: offloads(ratio, window_bytes=None)), wanted)
+
+
+@pytest.mark.slow
+def test_interrupts_of_a_step_of_a_new_size() -> None:
+    offloads = Offloads(ReferenceDevice())
+    model, lengths = make_model(offloads.device), itertools.count(10)
+    for _ in range(3):
+        train(model, 24, offloads(0.7, window_bytes=None))
+
+    for place in interrupts(lambda: train(model, next(lengths), offloads(0.7, window_bytes=None)), 150):
+        for length in (24, 12):
+            wanted = train(model, length, nullcontext())
+            found = train(model, length, offloads(0.7, window_bytes=None))
+            assert all(map(torch.equal, found, wanted)), place
+    offloads.assert_nothing_is_left()
+    memkit.reset(TAG)
