@@ -55,12 +55,19 @@ class Claims:
             frame = frame.f_back
         return frame is not None
 
-    def end_left(self) -> bool:
-        """End the calls that an interrupt has left in that thread; return False if it has calls going on."""
+    def end_left(self) -> None:
+        """End the calls that an interrupt has left in that thread, if none is going on there."""
+        with self.lock:
+            self.may_end_left()
+
+    def may_end_left(self) -> bool:
+        """Do so, under the lock; return False if some are going on."""
         if self.are_going_on():
             return False
         for left in reversed(self.calls):
             _end(left, Ending.LEFT)
+            left.frame = None  # it holds the forward's tensors
+        self.calls = []
         return True
 
 
@@ -93,7 +100,7 @@ class Calls(threading.local):
     def claim(self, claims: Claims) -> bool:
         """Make this thread the one with calls under way while its current call lasts; False while another thread has some."""
         with claims.lock:
-            if claims.calls is not self.under_way and not claims.end_left():
+            if claims.calls is not self.under_way and not claims.may_end_left():
                 return False
             claims.thread, claims.calls = threading.get_ident(), self.under_way
             return True

@@ -26,8 +26,7 @@ class ExpectedOp(NamedTuple):
     """The next value's number before it runs."""
     made: int
     """The next value's number after the roots that it reads are numbered."""
-    makes_none: bool = False
-    """It is a view."""
+    is_view: bool = False
     ins: tuple[int, ...] = ()
     roots: frozenset[int] = frozenset()
     """The roots among `ins`."""
@@ -103,12 +102,10 @@ def num_writes(recording: Recording, value: int) -> float:
     expected, found = recording.expected, 0
     while True:
         maker = recording.lineage.maker[value]
-        if maker != NO_OP:
-            call = recording.calls[maker]
-            place = value - call.first - len(call.places)
-            if place < 0:
-                return found
-            before = call.written[place]
-        else:
+        if maker == NO_OP:
             return math.inf if expected is None or value not in expected.unmade else found
-        found, value = found + 1, before
+        call = recording.calls[maker]
+        place = value - call.first - len(call.places)
+        if place < 0:
+            return found
+        found, value = found + 1, call.written[place]

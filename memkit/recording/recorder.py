@@ -137,10 +137,10 @@ class Recorder(QuietMode):
             if op is not None and op.func is func and op.is_skipped and recording.num_values <= op.first and not types:
                 funcs.append(func)
                 recording.num_values = op.made
-                if op.makes_none and _is_of_number(args):
+                if op.is_view and _is_of_number(args):
                     return _view_of_number(func, args, kwargs)
                 results = func(*args, **kwargs) if kwargs else func(*args)
-                if not op.makes_none:
+                if not op.is_view:
                     expected.add_unmade(recording, results)
                 return results
             expected.begin_op(recording, op, func, args, kwargs, is_plain=not types)

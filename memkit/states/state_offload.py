@@ -333,8 +333,8 @@ class StateOffload(NotCopied, EnteredOnce):
 
     def wait(self) -> None:
         """Wait for the last step, with `overlap_forward=True`, or for a backward that has failed, with `when="backward"`: the
-        caller then reads new parameters and states. Raises StateOffloadError if the step has failed, or if somebody else has
-        written to a parameter meanwhile."""
+        caller then reads new parameters and states. Raises StateOffloadError if the step itself has failed, or if somebody else
+        has written to a parameter meanwhile."""
         if not self._is_closed:
             self._wait()
             if self._overlap is not None:

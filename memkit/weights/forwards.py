@@ -216,9 +216,12 @@ class Forwards(NotCopied):
         is_backward = torch_private.backward_task() != -1
         call = self._calls.begin(module, depth=depth)
         if is_backward and self._recomputing.calls is not self._calls.under_way:
-            self._calls.claim(self._recomputing)  # none is refused: the engine has threads of its own
-        elif call.is_outermost and not is_backward and not self._calls.claim(self._claims):
-            self._refuse_thread("forward")
+            self._calls.claim(self._recomputing)  # of the engine's threads, those of one device, one is at layers at a time
+        elif call.is_outermost and not is_backward:
+            if not self._calls.claim(self._claims):
+                self._refuse_thread("forward")
+            if self._recomputing.calls:  # first: a layer that is in use is not looked at for changes
+                self._recomputing.end_left()
         if torch_private.functorch_stack() is not None:
             self._refuse_transforms()
         is_unchanged = not chunk.uses and chunk.binding.check_unchanged()

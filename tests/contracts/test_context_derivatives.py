@@ -13,7 +13,11 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 import memkit
+from memkit.activations.budgeting import budget_stage
 from memkit.core import torch_private
+from memkit.device import ReferenceDevice
+from memkit.plan import Action
+from tests.activations.budgeting.plans import steady
 from tests.activations.cases import Seeing, assert_same_bits
 from tests.contracts.conftest import Context
 from tests.gpus import ON_GPU
@@ -105,6 +109,35 @@ def test_formulas_see_no_mode_in_any_step(way: str, any_context: Context) -> Non
         WAYS[way](lambda x: SeesModes.apply(x.exp()), x, any_context)
 
     assert SeesModes.num_seen == [0] * 8
+
+
+@pytest.mark.parametrize("action", [Action.OFFLOAD, Action.RECOMPUTE])
+@pytest.mark.parametrize("name", ["layer_norm", "prod"])
+def test_dual_level_in_a_known_step_of_a_budget(name: str, action: Action, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that only moves records nothing, and begins to where it departs, unless something may be compiled."""
+    monkeypatch.setattr(budget_stage, "dynamo_is_loaded", bool)
+    device, is_dual = ReferenceDevice(), False
+
+    def train(around: Callable[[], AbstractContextManager[Any]]) -> list[Tensor]:
+        x, found = torch.linspace(-1, 1, 42).view(6, 7).requires_grad_(), list[Tensor]()
+        with around():
+            y = x.sin().exp().cos()
+            if is_dual:
+                with forward_ad.dual_level():
+                    dual = forward_ad.make_dual(y, x.detach().cos())
+                    found.append(forward_ad.unpack_dual(FUNCTIONS[name](SeesModes.apply(dual[:3].tanh()))).tangent)
+            loss = y.exp().sin().square().sum() + sum(tangent.square().sum() for tangent in found)
+        loss.backward()
+        return [loss.detach(), *(tangent.detach() for tangent in found), x.grad]
+
+    make = steady(train, "dual", device, action, num_steps=4)
+    assert memkit.stats("dual").follows_plan
+    is_dual = True
+    wanted = train(nullcontext)
+    for _ in range(3):
+        SeesModes.num_seen.clear()
+        assert_same_bits(train(make), wanted)
+        assert SeesModes.num_seen == [0]
 
 
 WAYS = {

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations
 
 import memkit
 from memkit import profile_memory
+from memkit.core import torch_private
 from memkit.errors import ProfileError
 from tests.interrupts import count_lines, hooks_around, interrupts
 from tests.models import CASES, ConvNet
@@ -311,3 +312,9 @@ def test_profile_that_was_interrupted_at_its_edges_is_over(run: Callable[[], Non
             assert hooks_around(MODEL) == before, place
 
     assert num_places
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_profile_that_was_interrupted_as_it_leaves_a_mode_has_left_it(device: str) -> None:
+    for place in interrupts(lambda: profile_memory(MODEL, X, device=device, print_table=False), 8, within="leave_mode"):
+        assert not torch_private.num_dispatch_modes(), place

@@ -26,7 +26,7 @@ from memkit.core.interrupts import mended
 from memkit.core.kept import KeptHandle
 from memkit.core.sizes import format_bytes
 from memkit.core.tensors import is_range_of_bytes
-from memkit.core.torch_state import dynamo_is_loaded, is_traced
+from memkit.core.torch_state import dynamo_is_loaded, in_dual_level, is_traced
 from memkit.device import default_generator, open_device, why_nothing_is_freed
 from memkit.device.ceilings import measure_ceilings, measure_flops
 from memkit.plan import Action
@@ -398,9 +398,10 @@ class BudgetStage(RecordingStage):
         self._record()
 
     def _record(self) -> None:
-        """Record ops, unless a mode entered since must be left first, or code may compile, before which recording must
-        begin."""
-        if not self.is_recording and torch_private.num_dispatch_modes() == self._num_modes and not dynamo_is_loaded():
+        """Record ops, unless a mode entered since must be left first, code may compile, before which recording must begin, or a
+        dual level is open, whose formulas would see it."""
+        is_alone = torch_private.num_dispatch_modes() == self._num_modes and not in_dual_level()
+        if not self.is_recording and is_alone and not dynamo_is_loaded():
             self.is_recording = True
             self.recorder.__enter__()
 

@@ -209,8 +209,7 @@ class StepNotes:
             _expected(func, kinds.of(func), recording, lineage, numbers, op, None if is_recorded else read)
             for func, (numbers, op), is_recorded in zip(trace.funcs, spans, must, strict=True)
         )
-        made = [(op, each.is_skipped) for (_, op), each in zip(spans, expected, strict=True)]
-        skipped = {op for op, is_skipped in made if is_skipped and op is not None}
+        skipped = {op for (_, op), each in zip(spans, expected, strict=True) if each.is_skipped and op is not None}
         known_s = tuple(seconds for op, seconds in enumerate(lineage.seconds) if op not in skipped)
         return replace(step, ops=expected if skipped else (), known_s=known_s)
 
@@ -297,7 +296,7 @@ def _expected(
     first = numbers.start
     if op is None:
         is_view = kind.op_class is OpClass.VIEW
-        return ExpectedOp(func, is_skipped=is_view, first=first, made=first, makes_none=is_view)
+        return ExpectedOp(func, is_skipped=is_view, first=first, made=first, is_view=is_view)
     if needed is not None and kind.op_class is OpClass.REPLAYED and not (kind.written or kind.statistics):
         return ExpectedOp(func, is_skipped=True, first=first, made=lineage.outs[op][0])
     ins = tuple(source[1] for source in recording.calls[op].sources)

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 _NUM_WATCHED, _NUM_NOTED = 4, 2
 """So many first steps note each op's module, so many alike ones the called modules: the first may prepare some."""
+_NOT_LEARNED = (
+    "a dual level was opened within the context: what is saved from then on stays, and the step is not learned. If every step "
+    "opens one, nothing is planned, and a budget that is a share has no effect"
+)
 _get_storage = Tensor.untyped_storage
 
 
@@ -208,6 +212,8 @@ class RecordingStage(Stage):
             else:
                 self.recorder.sees_dual = self._sees_all = False
                 self.take_off()
+                if self._options.may_drop:
+                    self._state.warn_once("dual level", _NOT_LEARNED)
         if self._compiled.is_on or dynamo_is_loaded():
             self._compiled.check_save()
         if type(tensor) in PLAIN_TYPES:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
+from memkit.activations.budgeting.state import budget_states
 from memkit.core import torch_private
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import Action
@@ -31,13 +32,13 @@ pytestmark = [
 ]
 
 
-Act = Callable[["Quiet", Tensor], Tensor]
+Act = Callable[["Kept", Tensor], Tensor]
 TAG = "known"
 NUM_BLOCKS = 4
 _SLOW = pytest.mark.slow
 
 
-class Quiet(nn.Module):
+class Kept(nn.Module):
     """None of its values is recomputed. Each step may replace its function `act`."""
 
     def __init__(self) -> None:
@@ -54,17 +55,17 @@ class Quiet(nn.Module):
         return y.neg().tanh()
 
 
-class Loud(nn.Module):
+class Dropped(nn.Module):
     """All its values that can be are recomputed: from its input, from buffers, and from a sum that nobody saves."""
 
-    def forward(self, x: Tensor, total: Tensor, quiet: Quiet) -> Tensor:
+    def forward(self, x: Tensor, total: Tensor, quiet: Kept) -> Tensor:
         return (x + quiet.table[:16]).sin() + (x * 2 + quiet.average).sin() + (total + 1).cos()
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.quiet, self.second = Loud(), Quiet(), Loud()
+        self.first, self.quiet, self.second = Dropped(), Kept(), Dropped()
 
     def forward(self, x: Tensor) -> Tensor:
         total = x + 2.0
@@ -99,15 +100,18 @@ def _train(model: nn.ModuleList, make: Make) -> list[Tensor]:
     return found
 
 
-_LOUD = ("first", "second", "Loud", "Varied", "loud", "_Choosing")
+_DROPPED = ("first", "second", "Dropped", "Varied", "loud", "_Choosing")
 
 
 def _steady(model: nn.ModuleList, device: Device, train: Callable[..., list[Tensor]] = _train) -> Make:
-    """Return a context under which saved values of `Loud` are recomputed, once steps under it are known and were exact."""
-    return steady(partial(train, model), TAG, device, of=lambda _, module: module.endswith(_LOUD), num_steps=2)
+    """Return a context under which saved values of `Dropped` are recomputed, once steps under it are known and were exact."""
+    make = steady(partial(train, model), TAG, device, of=lambda _, module: module.endswith(_DROPPED), num_steps=2)
+    ops = budget_states[TAG].traces.latest.learned.steady.ops
+    assert {op.is_skipped for op in ops} == {True, False}
+    return make
 
 
-def _recurses(quiet: Quiet, y: Tensor) -> Tensor:
+def _recurses(quiet: Kept, y: Tensor) -> Tensor:
     act, quiet.act = quiet.act, lambda _, y: y.exp()
     try:
         return quiet(y)
@@ -115,21 +119,20 @@ def _recurses(quiet: Quiet, y: Tensor) -> Tensor:
         quiet.act = act
 
 
-def _runs_backward(_: Quiet, y: Tensor) -> Tensor:
+def _runs_backward(_: Kept, y: Tensor) -> Tensor:
     leaf = torch.ones_like(y).requires_grad_()
     (grad,) = torch.autograd.grad((leaf * y.detach()).sin().sum(), leaf)
     return (y + grad).exp()
 
 
-def _fails_and_catches(quiet: Quiet, y: Tensor) -> Tensor:
-    """The recording has nothing that the mode has not seen by then."""
+def _fails_and_catches(quiet: Kept, y: Tensor) -> Tensor:
     quiet.beside[0].add_(0.5)
     with contextlib.suppress(RuntimeError):
         functional.linear(y, quiet.table)
     return (y * 2).exp()
 
 
-def _in_a_mode(_: Quiet, y: Tensor) -> Tensor:
+def _in_a_mode(_: Kept, y: Tensor) -> Tensor:
     with Seeing():
         return y.exp().sin()
 
@@ -144,7 +147,7 @@ def _scripted() -> Callable[[Tensor, Tensor], Tensor]:
     return torch.jit.script(_halve_and_exp)  # type: ignore[no-any-return]  # it has no types
 
 
-def _runs_a_script(quiet: Quiet, y: Tensor) -> Tensor:
+def _runs_a_script(quiet: Kept, y: Tensor) -> Tensor:
     return _scripted()(y, quiet.table)
 
 
@@ -160,7 +163,7 @@ class _Doubled(torch.autograd.Function):
         return grad * y.exp() + 0 * doubled
 
 
-def _has_hooks_that_write(quiet: Quiet, y: Tensor) -> Tensor:
+def _has_hooks_that_write(quiet: Kept, y: Tensor) -> Tensor:
     def pack(tensor: Tensor) -> Tensor:
         quiet.table.data.mul_(0.5)
         return tensor
@@ -169,12 +172,12 @@ def _has_hooks_that_write(quiet: Quiet, y: Tensor) -> Tensor:
         return y.exp()
 
 
-def _maps(quiet: Quiet, y: Tensor) -> Tensor:
+def _maps(quiet: Kept, y: Tensor) -> Tensor:
     """Over tensors that wrap others, which have no storage."""
     return torch.vmap(lambda row: (row * 2).sin() + functional.linear(row, quiet.layer.weight))(y) + y.exp()
 
 
-def _counts_flops_and_writes(quiet: Quiet, y: Tensor) -> Tensor:
+def _counts_flops_and_writes(quiet: Kept, y: Tensor) -> Tensor:
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False):
@@ -231,14 +234,14 @@ def test_call_that_does_something_else_is_exact(name: str, device: Device) -> No
 
 
 class Varied(nn.Module):
-    """All its values are recomputed, by functions that each step may replace."""
+    """All its values are recomputed, by ops that each step may replace."""
 
     def __init__(self) -> None:
         super().__init__()
         self.given: dict[str, Any] = {"factor": 0.0, "swaps": False, "place": 0, "power": 2, "twice": False}
         self.given["dtype"] = torch.float32
 
-    def forward(self, x: Tensor, total: Tensor, quiet: Quiet) -> Tensor:
+    def forward(self, x: Tensor, total: Tensor, quiet: Kept) -> Tensor:
         given = self.given
         one, other = (total, x) if given["swaps"] else (x, total)
         first = (one - other * 2).pow(given["power"]).sin()  # ahead of the op that saves the two and would tell them apart
@@ -273,12 +276,12 @@ def test_recorded_op_that_is_given_something_else_is_exact(changed: dict[str, An
 
 @pytest.mark.parametrize("kind", ["relu", "dropout", "norm"])
 @_SLOW
-def test_flag_that_has_a_function_write_is_seen(kind: str, device: Device) -> None:
+def test_flag_that_has_an_op_write_is_seen(kind: str, device: Device) -> None:
     model = _model(device)
     flags = {"inplace": False, "training": False}
     statistics = torch.zeros(2, 2**17, device=device.torch_device)
 
-    def act(quiet: Quiet, y: Tensor) -> Tensor:
+    def act(quiet: Kept, y: Tensor) -> Tensor:
         z = quiet.beside[0] + 0 if kind == "norm" else quiet.beside[0]
         if kind == "relu":
             z = functional.relu(z, inplace=flags["inplace"])
@@ -305,7 +308,7 @@ def test_call_that_raises_leaves_nothing(device: Device) -> None:
     model = _model(device)
     make, plain = _steady(model, device), _train(model, nullcontext)
 
-    def fail(quiet: Quiet, y: Tensor) -> Tensor:
+    def fail(quiet: Kept, y: Tensor) -> Tensor:
         raise KeyboardInterrupt
 
     usual, model[2].quiet.act = model[2].quiet.act, fail
@@ -406,7 +409,7 @@ def test_op_that_reads_another_value_than_before_holds_that(device: Device) -> N
         return found
 
     at_once = True
-    follow = steady(train, TAG, device, of=lambda _, module: module.endswith(_LOUD), num_steps=4)
+    follow = steady(train, TAG, device, of=lambda _, module: module.endswith(_DROPPED), num_steps=4)
     assert memkit.stats(TAG).num_dropped
     at_once = model.loud.takes_first = False
     other = train(nullcontext)
@@ -424,7 +427,7 @@ class _Residual(nn.Module):
 
 
 @pytest.mark.parametrize("at", [4, 5])
-def test_a_save_within_a_function_that_ends_the_plan(at: int, device: Device) -> None:
+def test_a_save_that_ends_the_plan(at: int, device: Device) -> None:
     """The first layer also saves its weight if its input requires grad."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 16), *(_Residual() for _ in range(3))).to(device.torch_device)

@@ -114,7 +114,7 @@ def _step_of_others(blocks: nn.ModuleList) -> None:
 
 @pytest.mark.parametrize("what", OTHERS[:3])
 def test_statistics_that_are_read_in_another_step_are_as_they_were(what: str, device: Device) -> None:
-    """Another forward updates them as well."""
+    """Another forward updates them between forward and backward."""
     blocks = _blocks(device)
     between = partial(_step_of_others, blocks)
     make = _followed(blocks, device, between)
