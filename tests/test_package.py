@@ -88,9 +88,9 @@ def test_layering_check_can_fail() -> None:
 
 MOST_LINES = {
     "": 475,
-    "activations": 11243,
+    "activations": 11501,
     "cli": 1243,
-    "core": 2921,
+    "core": 2938,
     "device": 1442,
     "distributed": 725,
     "integrations": 823,
@@ -98,10 +98,10 @@ MOST_LINES = {
     "page": 578,
     "plan": 7192,
     "profile": 5487,
-    "recording": 2334,
+    "recording": 2331,
     "states": 6209,
-    "transfer": 2202,
-    "weights": 4941,
+    "transfer": 2207,
+    "weights": 4944,
 }
 """The lines that each room may have, "" for the modules beside the rooms: raised only by a commit that says what for."""
 
