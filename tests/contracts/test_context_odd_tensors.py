@@ -29,7 +29,7 @@ Context = Callable[[], AbstractContextManager[object]]
 
 pytestmark = [
     pytest.mark.filterwarnings(NO_PLAN_FITS),
-    pytest.mark.filterwarnings("ignore:a dual level was opened within"),
+    pytest.mark.filterwarnings("ignore:.*a dual level was opened within"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
     pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant checks)|torch.quantize_per_tensor"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning"),
