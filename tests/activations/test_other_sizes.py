@@ -177,6 +177,14 @@ def test_what_has_become_too_small_stays(offloads: Offloads) -> None:
     compare(model, [48], lambda: offloads(1.0, window_bytes=None, min_bytes=least))  # more have become large enough
 
 
+def test_values_that_are_saved_twice_are_followed_with_any_least_bytes(offloads: Offloads) -> None:
+    model = make_model(offloads.device)
+    compare(model, [24] * 3, lambda: offloads(0.7, window_bytes=None, min_bytes=64))
+    for length in (30, 32, 24, 30):
+        compare(model, [length], lambda: offloads(0.7, window_bytes=None, min_bytes=64))
+        assert followed[-1], length
+
+
 @pytest.mark.filterwarnings("ignore:.*it leaves")
 def test_no_host_memory_for_a_longer_step(offloads: Offloads, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has no host memory stays, and nothing is lost."""

@@ -186,9 +186,13 @@ class ScheduledForward:
         for new, spans in ((requested, self._spans), (rest, self._rest_spans)):
             if new:
                 span = self.window.arena.take(total_rounded(map(sizes_bytes.__getitem__, new), ALIGNMENT_BYTES))
+                if span.staging is not None:  # copies would go past its buffers
+                    self.window.arena.give(span)
+                    raise HostMemoryError("the system pins no more memory")
                 spans.append(span)
                 for event in span.free_events:
-                    self.device.wait_event(self.window.lanes.out, event)
+                    for stream in self.window.lanes.out_by_turns:
+                        self.device.wait_event(stream, event)
                 self.placement.add(span, new, sizes_bytes)
 
     def resize(self, place: int, shape: torch.Size) -> None:
@@ -284,7 +288,7 @@ class ScheduledForward:
                 self.nodes = {}
                 self.keep_up(copies.num_sent[-1], copies.num_released[-1])
                 self.schedule.see_to_turns(self.placement)
-                if self.is_new:
+                if self.is_new and self._has_room:
                     self.schedule.file(self.sized)
 
     @property
@@ -688,7 +692,7 @@ class ScheduledSaves:
             num_bytes = tensor.untyped_storage().nbytes()
             if num_bytes < max(min_bytes, 1):
                 return False
-        elif save.is_seen and save.small_bytes < min_bytes <= num_bytes:
+        elif save.value == NO_VALUE and save.is_seen and save.small_bytes < min_bytes <= num_bytes:
             return False  # it is large enough to have a value now
         if place < len(self._shapes):
             forward.resize(place, tensor.shape)
@@ -696,10 +700,10 @@ class ScheduledSaves:
             if place < len(self._shapes):
                 return True
         sized = forward.sized
-        sized.shapes.append(tensor.shape)
-        sized.seen_bytes.append(tensor.nbytes if save.is_seen else 0)
         if save.value != NO_VALUE and save.is_first:
             sized.sizes_bytes[save.value] = num_bytes
+        sized.seen_bytes[place:] = [tensor.nbytes if save.is_seen else 0]
+        sized.shapes.append(tensor.shape)  # last: from here on it is known
         return True
 
     def _is_here(self, tensor: Tensor) -> bool:
