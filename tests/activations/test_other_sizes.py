@@ -242,16 +242,21 @@ def test_random_sizes(seed: int, offloads: Offloads) -> None:
 
 
 @pytest.mark.slow
-def test_interrupts_of_a_step_of_a_new_size() -> None:
+@pytest.mark.parametrize("within", [None, "resize", "_take_memory"])
+def test_interrupts_of_a_step_of_another_size(within: str | None) -> None:
     offloads = Offloads(ReferenceDevice())
     model, lengths = make_model(offloads.device), itertools.count(10)
-    for _ in range(3):
-        train(model, 24, offloads(0.7, window_bytes=None))
+    for length in (24, 24, 24, 40, 24):
+        train(model, length, offloads(0.7, window_bytes=None))
 
-    for place in interrupts(lambda: train(model, next(lengths), offloads(0.7, window_bytes=None)), 150):
+    def step() -> None:
+        for length in (next(lengths), 40):
+            train(model, length, offloads(0.7, window_bytes=None))
+
+    for place in interrupts(step, 150, within=within):
         for length in (24, 12):
             wanted = train(model, length, nullcontext())
             found = train(model, length, offloads(0.7, window_bytes=None))
             assert all(map(torch.equal, found, wanted)), place
-    offloads.assert_nothing_is_left()
+        offloads.assert_nothing_is_left()
     memkit.reset(TAG)

@@ -175,6 +175,9 @@ class ScheduledForward:
                 self._has_room = False
                 self.window.warn_no_host(self.sized.sizes_bytes[values[0]], error)
                 return False
+            except BaseException:  # it may hold what nobody knows of
+                self.window.is_broken = True
+                raise
             self.placement.prepare([values], self.out, is_out=True)
         return self._has_room
 
@@ -695,7 +698,12 @@ class ScheduledSaves:
         elif save.value == NO_VALUE and save.is_seen and save.small_bytes < min_bytes <= num_bytes:
             return False  # it is large enough to have a value now
         if place < len(self._shapes):
-            forward.resize(place, tensor.shape)
+            with forward.lock:
+                try:
+                    forward.resize(place, tensor.shape)
+                except BaseException:  # it may hold what nobody knows of
+                    forward.is_broken = forward.window.is_broken = True
+                    raise
             self._shapes = forward.sized.shapes
             if place < len(self._shapes):
                 return True
