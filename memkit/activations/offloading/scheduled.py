@@ -175,7 +175,7 @@ class ScheduledForward:
                 self._has_room = False
                 self.window.warn_no_host(self.sized.sizes_bytes[values[0]], error)
                 return False
-            except BaseException:  # it may hold what nobody knows of
+            except BaseException:  # it may have taken memory that nothing holds yet
                 self.window.is_broken = True
                 raise
             self.placement.prepare([values], self.out, is_out=True)
@@ -300,7 +300,7 @@ class ScheduledForward:
         return sum(sizes_bytes[value] for value, storage in enumerate(self.held) if storage is not None)
 
     def keys(self) -> list[SaveKey]:
-        """What its first saves of each value look like, at this size; as before for those that others hold."""
+        """Return the key of each value's first save at this size; as in the trace for values that others hold."""
         sized, found = self.sized, list(self.trace.keys[: self.num_values])
         for save in reversed(self.schedule.saves[: self.num_saves]):
             if save.value != NO_VALUE:
@@ -655,15 +655,16 @@ class ScheduledSaves:
         place = forward.num_saves
         if place < self._num_saves and forward.is_forward:
             save, kind = self._saves[place], type(tensor)
-            try:
-                is_due = (
-                    (kind is Tensor or kind is _Parameter)
-                    and tensor.dtype is save.dtype
-                    and torch_private.backward_task() == -1
-                    and ((place < len(self._shapes) and tensor.shape == self._shapes[place]) or self._grow(save, tensor))
-                )
-            except RuntimeError:  # it has no shape
-                is_due = False
+            is_due = (
+                (kind is Tensor or kind is _Parameter) and tensor.dtype is save.dtype and torch_private.backward_task() == -1
+            )
+            if is_due:
+                try:
+                    shape = tensor.shape
+                except RuntimeError:  # it has none
+                    is_due = False
+                else:
+                    is_due = (place < len(self._shapes) and shape == self._shapes[place]) or self._grow(save, tensor)
             if is_due:
                 if self._notes and save.value >= 0 and self._is_here(tensor):
                     self._device.note_written(tensor.untyped_storage(), torch_private.version_of(tensor))
@@ -701,7 +702,7 @@ class ScheduledSaves:
             with forward.lock:
                 try:
                     forward.resize(place, tensor.shape)
-                except BaseException:  # it may hold what nobody knows of
+                except BaseException:  # it may have taken memory that nothing holds yet
                     forward.is_broken = forward.window.is_broken = True
                     raise
             self._shapes = forward.sized.shapes
