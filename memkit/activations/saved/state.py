@@ -104,7 +104,6 @@ class TagState(ABC):
         for window in self.windows():
             _retired.add(window)
             window.retire()
-        _settle_retired()
 
 
 class OffloadState(TagState):
@@ -276,6 +275,7 @@ class States(dict[str, _State]):
             state = self.pop(tag, None)
         if state is not None:
             state.retire()
+        _settle_retired()
 
 
 offload_states = States(OffloadState)
