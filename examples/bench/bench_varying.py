@@ -1,12 +1,16 @@
-"""Steps that never repeat, under a budget: lengths or routes that change with each batch. Prints lines of JSON.
+"""Steps that never repeat: lengths or routes that change with each batch. Prints lines of JSON.
 
-    python examples/bench/bench_varying.py            # all families on this machine's GPU, 3 minutes
+    python examples/bench/bench_varying.py            # all families under a budget on this machine's GPU, 3 minutes
     python examples/bench/bench_varying.py --only qwen3 --steps 40
+    python examples/bench/bench_varying.py --only qwen3 --contexts offload remat
     python examples/bench/bench_varying.py --tiny     # shows that all of it runs, without a GPU, and nothing else
 
-Plain steps, steps with all layers checkpointed, and steps under a `MemoryBudget` take turns over the same batches, with head
-and loss in the context. The budget is 1.02 of the peak with all layers checkpointed on the largest batch, or `--share` of the
-plain peak.
+Steps of all ways take turns over the same batches, with head and loss in the context, which is made anew in each step.
+
+    budget    a `MemoryBudget` beside plain steps and all layers checkpointed: 1.02 of the peak with all layers checkpointed on
+              the largest batch, or `--share` of the plain peak, or the peak with `--layers` layers checkpointed
+    offload   `CPUOffload` at several ratios over the least that each batch's plain step and the link allow
+    remat     `Rematerialize(.5)` over the fewest evenly spaced checkpointed layers that need no more on the largest batch
 
     qwen3     0.62e9 parameters, 20 layers, 8 sequences of 448 to 1024 tokens, in steps of 8, drawn anew for each batch
     t5        16 + 16 layers, width 1024, dropout, 8 x 512: each step is like the one before; at most 12 batches, since the
@@ -24,23 +28,28 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from alternating import Step, largest
+from alternating import step_of as timed_step
 from budget_steps import has_stepped
-from measuring import Engine, checkpointed, plain
+from measuring import Engine, Workload, blocks_of, checkpointed, plain, roofline_s
+from remat_spaced import fewest_within, spaced
 from shared import Line, about_run
 from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device, MemoryCounter, ReferenceDevice, open_device
+from memkit.transfer import measure_link
 
 TAG = "varying"
 OF_CHECKPOINTED = 1.02
+RATIOS, BUDGET = (0.1, 0.3, 1.0), 0.5
 NUM_BATCHES, NUM_QUICK = 40, 16
 NUM_FIRST = 10
 NUM_ALONE = 3
@@ -172,7 +181,37 @@ def step_of(model: nn.Module, tokens: Tensor, engine: Engine, device: Device, pe
     return time.perf_counter() - start_s, peak.take()
 
 
-def run(name: str, arguments: argparse.Namespace, device: Device) -> list[Line]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Varying:
+    """A family's model and its batches."""
+
+    model: nn.Module
+    device: Device
+    batches: list[Tensor]
+    longest: Tensor
+    """As long as any may be."""
+    options: Line
+    """Of each context."""
+    share: float | None
+    num_layers: int | None
+    """So many layers are checkpointed beside a budget, which is then the peak with these; None for all."""
+    about: Line
+
+    def step(self, tokens: Tensor, engine: Engine) -> Step:
+        workload = Workload(
+            name=self.about["family"],
+            model=self.model,
+            forward=lambda: self.model(input_ids=tokens, labels=tokens).loss,
+            loss=lambda loss: loss,
+        )
+        return timed_step(workload, engine, self.device)
+
+    def say(self, tokens: Tensor, seconds: dict[str, float]) -> None:
+        times_ms = {way: round(1e3 * each, 1) for way, each in seconds.items()}
+        print(self.about["family"], tokens.shape[1], times_ms, file=sys.stderr)
+
+
+def run(name: str, arguments: argparse.Namespace, device: Device) -> Iterator[Line]:
     """Measure a family."""
     family, is_tiny = FAMILIES[name], arguments.tiny
     torch.manual_seed(0)
@@ -185,19 +224,41 @@ def run(name: str, arguments: argparse.Namespace, device: Device) -> list[Line]:
     longest = max(all_tokens, key=Tensor.numel)
     if family.lengths[0] < family.lengths[1]:
         longest = torch.cat([longest, longest], 1)[:, : family.lengths[1] // (16 if is_tiny else 1)].contiguous()
+        all_tokens[-1] = longest
+    varying = Varying(
+        model=model,
+        device=device,
+        batches=all_tokens,
+        longest=longest,
+        options={"device": device, "min_bytes": 2**10 if is_tiny else 2**20},
+        share=arguments.share,
+        num_layers=arguments.layers,
+        about={"bench": "varying", "family": name, "device": device.name, **about_run(num_steps)},
+    )
+    for context in arguments.contexts:
+        yield from CONTEXTS[context](varying)
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        device.empty_cache()
+
+
+def under_budget(varying: Varying) -> list[Line]:
+    model, device, all_tokens = varying.model, varying.device, varying.batches
     peak = Peak(device.memory_counter())
-    by_hand: dict[str, Engine] = {"plain": plain, "checkpointed": partial(checkpointed, model)}
+    by_layers = partial(checkpointed, model) if varying.num_layers is None else spaced(blocks_of(model), varying.num_layers)
+    by_hand: dict[str, Engine] = {"plain": plain, "checkpointed": by_layers}
     said: list[str] = []
     with peak.watched():
         alone = {
-            way: max(step_of(model, longest, engine, device, peak)[1] for _ in range(NUM_ALONE))
+            way: max(step_of(model, varying.longest, engine, device, peak)[1] for _ in range(NUM_ALONE))
             for way, engine in by_hand.items()
         }
-        budget = int(arguments.share * alone["plain"]) if arguments.share else int(OF_CHECKPOINTED * alone["checkpointed"])
+        more = OF_CHECKPOINTED if varying.num_layers is None else 1
+        budget = int(varying.share * alone["plain"]) if varying.share else int(more * alone["checkpointed"])
         asked = f"{budget or 2**20}B"
         gc.collect()
         device.empty_cache()
-        options: Line = {"optimizer": has_stepped(model), "device": device, "min_bytes": 2**10 if is_tiny else 2**20}
+        options: Line = {"optimizer": has_stepped(model), **varying.options}
         ways = {**by_hand, "memkit": partial(memkit.MemoryBudget, asked, TAG, **options)}
         found: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
         recorded, followed, replayed = 0, 0, list[float]()
@@ -210,11 +271,11 @@ def run(name: str, arguments: argparse.Namespace, device: Device) -> list[Line]:
             stats = memkit.stats(TAG)
             recorded, followed = recorded + stats.is_recorded, followed + stats.follows_plan
             replayed.append(round(stats.num_replayed_ops / max(stats.num_ops, 1), 2))
-            print(name, tokens.shape[1], {way: round(1e3 * steps[-1][0], 1) for way, steps in found.items()}, file=sys.stderr)
+            varying.say(tokens, {way: steps[-1][0] for way, steps in found.items()})
     stats = memkit.stats(TAG)
     memkit.reset(TAG)
-    about = {"bench": "varying", "family": name, "device": device.name, **about_run(num_steps)}
-    lines = [{**about, "way": way, **figures(steps, all_tokens, budget, found["checkpointed"])} for way, steps in found.items()]
+    about, others = varying.about, found["checkpointed"]
+    lines = [{**about, "way": way, **figures(steps, all_tokens, budget, others)} for way, steps in found.items()]
     lines[-1] |= {
         "num_recorded": recorded,
         "num_following_a_plan": followed,
@@ -225,6 +286,97 @@ def run(name: str, arguments: argparse.Namespace, device: Device) -> list[Line]:
         "warnings": [text[:400] for text in said],
     }
     return lines
+
+
+def over_roofline(varying: Varying) -> Iterator[Line]:
+    """`CPUOffload` over the roofline of each batch: its plain forward or the bytes that left over the link, and its plain
+    backward or those that came back."""
+    device = varying.device
+    link = measure_link(device, num_bytes=2**28 if device.torch_device.type == "cuda" else 2**20)
+    tags = {ratio: f"{TAG} {ratio:g}" for ratio in RATIOS}
+    alone, found = list[Step](), {ratio: list[Step]() for ratio in RATIOS}
+    least_s, shares = {ratio: list[float]() for ratio in RATIOS}, {ratio: list[float]() for ratio in RATIOS}
+    for tokens in varying.batches:
+        by_itself = varying.step(tokens, plain)
+        alone.append(by_itself)
+        for ratio, tag in tags.items():
+            found[ratio].append(varying.step(tokens, partial(memkit.CPUOffload, ratio, tag, **varying.options)))
+            stats = memkit.stats(tag)
+            shares[ratio].append(round(stats.ratio_reached, 3))
+            least_s[ratio].append(
+                roofline_s(
+                    forward_s=by_itself.forward_s,
+                    backward_s=by_itself.backward_s,
+                    out_bytes=stats.moved_out_bytes,
+                    back_bytes=stats.moved_in_bytes,
+                    link=link,
+                )
+            )
+        times = {f"offload {ratio:g}": steps[-1].step_s for ratio, steps in found.items()}
+        varying.say(tokens, {"plain": by_itself.step_s, **times})
+    for ratio, tag in tags.items():
+        memkit.reset(tag)
+        yield {
+            **varying.about,
+            "way": f"CPUOffload({ratio:g})",
+            **compared(found[ratio], "plain", [step.step_s for step in alone]),
+            **compared(found[ratio], "roofline", least_s[ratio]),
+            "shares_moved": shares[ratio],
+            "d2h_bytes_per_s": link.d2h_bytes_per_s,
+            "h2d_bytes_per_s": link.h2d_bytes_per_s,
+        }
+
+
+def over_spaced(varying: Varying) -> Iterator[Line]:
+    """`Rematerialize` over checkpoints at its peak, which is that on the largest batch after the first batches."""
+    engine, layers = partial(memkit.Rematerialize, BUDGET, TAG, **varying.options), blocks_of(varying.model)
+    for tokens in varying.batches[:NUM_FIRST]:
+        varying.say(tokens, {"remat, by itself": varying.step(tokens, engine).step_s})
+    target_bytes = largest([varying.step(varying.longest, engine).peak_allocated_bytes for _ in range(NUM_ALONE)])
+    ways = {count: spaced(layers, count) for count in range(len(layers) + 1)}
+    peaks = {count: varying.step(varying.longest, way).peak_allocated_bytes for count, way in ways.items()}
+    count = fewest_within(peaks, target_bytes)
+    by_hand = ways[len(layers) if count is None else count]
+    found, others = list[Step](), list[Step]()
+    for tokens in varying.batches:
+        found.append(varying.step(tokens, engine))
+        others.append(varying.step(tokens, by_hand))
+        varying.say(tokens, {"remat": found[-1].step_s, f"{count} checkpointed": others[-1].step_s})
+    stats = memkit.stats(TAG)
+    memkit.reset(TAG)
+    yield {
+        **varying.about,
+        "way": f"Rematerialize({BUDGET:g}) over checkpoints at its peak",
+        **compared(found, "checkpointed", [step.step_s for step in others]),
+        "worst_checkpointed_peak_bytes": largest([step.peak_allocated_bytes for step in others]),
+        "num_checkpointed": count,
+        "num_layers": len(layers),
+        "peak_on_longest_bytes": target_bytes,
+        "num_deviations": stats.num_deviations,
+    }
+
+
+CONTEXTS: dict[str, Callable[[Varying], Iterable[Line]]] = {
+    "budget": under_budget,
+    "offload": over_roofline,
+    "remat": over_spaced,
+}
+
+
+def compared(steps: list[Step], other: str, others_s: list[float]) -> Line:
+    """Return how the later steps of a way compare with other seconds for the same batches: in all, and step by step."""
+    first = min(NUM_FIRST, len(steps) // 2)
+    taken = [step.step_s for step in steps]
+    each = [mine / of for mine, of in zip(taken[first:], others_s[first:], strict=True)]
+    return {
+        "first_ms": [round(1e3 * seconds, 1) for seconds in taken[:first]],
+        "later_ms": round(1e3 * statistics.mean(taken[first:]), 2),
+        f"{other}_later_ms": round(1e3 * statistics.mean(others_s[first:]), 2),
+        f"later_to_{other}": round(sum(taken[first:]) / sum(others_s[first:]), 3),
+        f"median_to_{other}": round(statistics.median(each), 3),
+        f"most_to_{other}": round(max(each), 3),
+        "worst_later_peak_bytes": largest([step.peak_allocated_bytes for step in steps[first:]]),
+    }
 
 
 def figures(steps: list[tuple[float, int]], all_tokens: list[Tensor], budget: int, others: list[tuple[float, int]]) -> Line:
@@ -260,8 +412,10 @@ def figures(steps: list[tuple[float, int]], all_tokens: list[Tensor], budget: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--contexts", nargs="+", choices=CONTEXTS, default=["budget"])
     parser.add_argument("--steps", type=int, help="batches of each family; default: 40, or 12 for t5")
     parser.add_argument("--share", type=float, help="the budget as a share of the plain peak on the largest batch")
+    parser.add_argument("--layers", type=int, help="how many layers are checkpointed; the budget is then the peak with these")
     parser.add_argument("--quick", action="store_true", help="at most 16 batches of each family")
     parser.add_argument("--tiny", action="store_true", help="small models on the reference device")
     arguments = parser.parse_args()

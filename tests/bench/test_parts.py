@@ -206,6 +206,17 @@ def test_steps_that_vary(capsys: pytest.CaptureFixture[str]) -> None:
     assert (lines[-1]["num_recorded"], len(lines[-1]["warnings"])) == (3, 1)
 
 
+@pytest.mark.integrations
+def test_ratios_of_steps_that_vary(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--tiny", "--steps", "5", "--only", "qwen3", "--contexts", "offload", "remat"]
+    *offloaded, remat = printed_by("bench_varying", arguments, capsys)
+
+    assert [line["way"] for line in offloaded] == ["CPUOffload(0.1)", "CPUOffload(0.3)", "CPUOffload(1)"]
+    assert all(line["later_to_roofline"] <= line["later_to_plain"] for line in offloaded)
+    assert offloaded[-1]["shares_moved"] == [1.0] * 5
+    assert (remat["num_checkpointed"], remat["num_layers"]) == (0, 4)  # their peaks are counted on a GPU alone
+
+
 @pytest.mark.parametrize(
     ("part", "num_rows"),
     [
