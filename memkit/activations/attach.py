@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit.activations.context import ForwardContext
+from memkit.activations.context import ForwardContext, shapes_of
 from memkit.activations.stats import SavedTensorStats
 from memkit.core import torch_private
 from memkit.core.calls import Calls, Ending
@@ -146,8 +146,7 @@ class Attachment:
             note = self._look_ahead(model, args, kwargs)
         context = self.context.again()
         if context.asks_for_shapes:
-            leaves = torch_private.tree_leaves((args, kwargs))
-            context.shapes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_nested)
+            context.shapes = shapes_of(args, kwargs)
         call.end = functools.partial(_end, context.__exit__, note)  # held as long as the call is
         context.enter_with(_resident(model, args, kwargs) if context.asks_what_is_resident else {})
 

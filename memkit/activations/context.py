@@ -8,18 +8,24 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memkit.activations.stats import SavedTensorStats, stats
+from memkit.core import torch_private
 from memkit.core.hooks import end_left, in_checkpoint
 from memkit.core.interrupts import Block, Exclusive
 from memkit.core.torch_state import leave_untraced
 from memkit.device import is_capturing
 from memkit.recording.borders import mark_sharded, num_unmarked
 
-Shapes = tuple[torch.Size, ...]
+Shapes = tuple[tuple[int, ...], ...]
 _Context = TypeVar("_Context", bound="ForwardContext")
 _Recorded = TypeVar("_Recorded", bound="RecordedContext")
+
+
+def shapes_of(args: Any, kwargs: Any) -> Shapes:
+    leaves = torch_private.tree_leaves((args, kwargs))
+    return tuple({id(leaf): leaf.shape for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_nested}.values())
 
 
 class ForwardContext(Exclusive):

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ class MemoryBudget(RecordedContext):
     module that it is attached to runs without data before the first. The second step is measured: what each op takes, and the
     bytes on the device at each op of the forward and between the requests of the backward. Then a plan is made, once for each
     sequence of ops, which takes a few seconds at most, and is followed from then on. If a step takes more than the budget, the
-    plan is made again, at most three times. If everything fits, nothing is moved and nothing is recomputed.
+    plan is made again, at most three times. If everything fits, nothing is moved and nothing is recomputed. Steps of other sizes
+    are not recorded: their layers are recomputed as a whole, but for as many as the budget leaves room for.
 
     Args:
         budget: the device budget, the most bytes that this process allocates on the device at once: text such as "12GiB", an
@@ -179,6 +181,11 @@ class MemoryBudget(RecordedContext):
             self._compiling.__enter__()
         entry.recording.model = None if self._model is None else self._model()
         entry.begin(pair)
+        if self.shapes is None and self._limits.plan is None and len(state.traces):
+            from memkit.activations.budgeting.opening import open_layers_within
+            from memkit.activations.recomputing.layers import watch_size
+
+            watch_size(entry, state, partial(open_layers_within, state, self._limits))
 
     def end_block(self, *, has_failed: bool) -> None:
         state = budget_states.get(self.tag)

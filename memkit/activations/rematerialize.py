@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class Rematerialize(RecordedContext):
     The first step under a tag is held to the budget as it goes, by the score of dynamic tensor rematerialization. From the
     second on a plan is followed, which is made once for each sequence of ops. The score takes over again in a step that goes
     another way. From the fourth step on nothing is recorded if nothing is dropped, or if calls of modules are recomputed as a
-    whole, which costs the host less.
+    whole, which costs the host less. A step of another size than those recorded is not recorded either: its layers are
+    recomputed as a whole, as many as the size asks for.
 
     Args:
         budget: the saved-tensor budget, what saved tensors and the temporaries of replays may take on the device: bytes, text
@@ -84,6 +86,8 @@ class Rematerialize(RecordedContext):
 
     Source: Kirisame et al., Dynamic Tensor Rematerialization, arXiv 2006.09616.
     """
+
+    asks_for_shapes = True
 
     def __init__(
         self,
@@ -144,18 +148,25 @@ class Rematerialize(RecordedContext):
                 "saved. Use memkit.keep, memkit.offload and memkit.recompute to treat parts of a model differently"
             )
         if is_on:
-            hooks = innermost_hooks()
-            state = remat_states.get(self.tag)
-            steady = open_steady(state, self._options, hooks)
-            if steady is None and state is not None and state.gives_up_plans:
-                from memkit.activations.recomputing.unrecorded import open_layers_again  # only now: a long chain of imports
-
-                steady = open_layers_again(state, self._options, hooks)
+            hooks, state = innermost_hooks(), remat_states.get(self.tag) or remat_states.open(self.tag)
             self._entry = entry = Entry("Rematerialize", self.tag, is_last=True, block=block)
+            settled, options = state.settled, self._options
+            # a share of a step's bytes by structure is one at every size, and so is nothing dropped
+            is_for_all = settled is not None and (settled.regions is None or isinstance(options.budget, float))
+            is_other = not is_for_all and state.is_of_other_size(self.shapes)
+            steady = None if is_other else open_steady(state, self._options, hooks)
+            if steady is None and (is_other or state.gives_up_plans):
+                from memkit.activations.recomputing.layers import open_layers_of_share  # only now: a long chain of imports
+
+                steady = open_layers_of_share(state, self._options, hooks, gives_up=not is_other)
             entry.recording = steady or open_recording(self.tag, self._options, outer=hooks)
             entry.recording.model = None if self._model is None else self._model()
-            entry.unasked = remat_states[self.tag].unasked
+            entry.unasked = state.unasked
             entry.begin(None if steady is None else steady.pair)
+            if self.shapes is None and not is_for_all and self._options.may_settle:
+                from memkit.activations.recomputing.layers import open_layers_of_share, watch_size
+
+                watch_size(entry, state, partial(open_layers_of_share, state, self._options, hooks))
 
     @property
     def plan(self) -> Plan | None:

@@ -145,6 +145,10 @@ class HookSet:
         self._handles.append(module.register_forward_pre_hook(kind(before), prepend=True, with_kwargs=with_kwargs))
         self._handles.append(module.register_forward_hook(kind(after), always_call=True))
 
+    def before_forward(self, module: nn.Module, hook: Callable[..., None]) -> None:
+        """Call `hook(module, args, kwargs)` as plain Python before a module's other pre-hooks."""
+        self._handles.append(module.register_forward_pre_hook(_Untraced(hook), prepend=True, with_kwargs=True))
+
     def within_hooks(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
         """As `around_forward`, but call `before(module, args, kwargs)` after a module's other pre-hooks, and `after(module,
         args, output)` before its other hooks or when the forward raises."""

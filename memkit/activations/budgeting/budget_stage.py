@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memkit.activations.budgeting.inside import Room
 from memkit.activations.budgeting.learning import PlannedDecider
-from memkit.activations.budgeting.limits import ComingStates, StepPeak
+from memkit.activations.budgeting.limits import StepPeak
 from memkit.activations.budgeting.meter import Meter
 from memkit.activations.budgeting.planned_forward import PlannedForward
 from memkit.activations.budgeting.steady_step import SteadySaves, StepNotes
@@ -102,6 +102,12 @@ class BudgetStage(RecordingStage):
         super().__init__(state, options)
 
     @property
+    def is_untouched(self) -> bool:  # type: ignore[override]
+        """As of a recording stage; and no save was handled as a known one."""
+        is_known = any(known is not None and known.num_saves for known in (self._steady, self._scheduled))
+        return super().is_untouched and not is_known
+
+    @property
     def _needs_calls(self) -> bool:
         return self._limits.plan is None and not self._planned_decider.follows_plan
 
@@ -160,11 +166,7 @@ class BudgetStage(RecordingStage):
             self._base_bytes = counter.allocated_bytes()
         if device is not None and (why := why_nothing_is_freed(device)):
             state.warn_once("shared", why)
-        optimizer = None if limits.optimizer is None else limits.optimizer()
-        if not state.coming.is_of(optimizer):
-            state.coming = ComingStates(optimizer)
-        kind = None if device is None else device.torch_device.type  # without a counter, the budget is for saved tensors alone
-        self._coming_bytes = 0 if device is not None and counter is None else state.coming.num_bytes(kind)
+        self._coming_bytes = state.coming_bytes(limits)
         latest = state.traces.latest
         state.budget_bytes = budget_bytes = state.learning.budget_bytes(latest, limits)
         if budget_bytes is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from memkit.activations.saved.entry import Entry, unpack
 from memkit.activations.saved.settled import TimedWays, Way
 from memkit.core import backwards
 from memkit.core.hooks import innermost_hooks
+from memkit.core.sizes import format_bytes
+from memkit.errors import BudgetInfeasible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,9 +26,12 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.ways import Ways
     from memkit.activations.context import Shapes
     from memkit.activations.recomputing.budget import RematOptions
+    from memkit.activations.recomputing.layers import Foretold, Layers, LayerStage
     from memkit.core.hooks import HookPair
 
 
+_OF_ALLOWED, _OF_KNOWN = 0.98, 0.995
+"""Steps with layers use this fraction of the budget, and this one if their size was measured."""
 _MOST_REPLAYED = 30
 """A step that ran its ops again so many times is not recorded later on."""
 
@@ -45,6 +51,10 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
     """Set the stages of a context's entry; return its hooks, None for the entry's own."""
     state = budget_states.open(entry.tag)
     with state.lock:
+        is_other = limits.plan is None and state.is_of_other_size(shapes)
+        if is_other and (layers := open_layers_within(state, limits)) is not None:
+            entry.recording = layers
+            return layers.pair
         state.num_iterations += 1
         if state.settled is not None:
             if _stays_idle(state, options, limits, shapes):
@@ -62,11 +72,10 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
             state.note_in_vain(had_plan=False, is_enough=True)
         may_be_regions = ways is not None and not ways.is_decided  # regions keep to the budget where they can
         if state.gives_up_plans and limits.plan is None and not may_be_regions:
-            from memkit.activations.recomputing.unrecorded import open_layers  # imported here, since its imports are many
-
-            layers = open_layers(state, None, takes_less=state.learning.takes_less)
+            layers = open_layers_within(state, limits, gives_up=True)
             if layers is not None:
-                state.judged, entry.recording = None, layers
+                state.num_iterations -= 1
+                entry.recording = layers
                 return layers.pair
         from memkit.activations.budgeting.budget_stage import BudgetStage  # imported here, since its imports are many
 
@@ -77,6 +86,49 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
         pack = steady.follow_known(entry.pack)
         state.counts, state.is_recorded = steady.counts, steady.is_recording
         return None if pack == entry.pack else (pack, unpack)
+
+
+def open_layers_within(state: BudgetState, limits: Limits, *, gives_up: bool = False) -> LayerStage | None:
+    """Begin a forward whose layers are recomputed, but for those that the budget leaves room for at its size."""
+    from memkit.activations.recomputing.layers import open_layers  # imported here, since its imports are many
+
+    state.learn_layers()
+    counter, device = state.counter, state.costs.device
+    begun_bytes = 0 if counter is None else counter.allocated_bytes()
+
+    def room(layers: Layers, foretold: Foretold) -> float:
+        if counter is None or not layers.is_counted:  # the budget is for saved tensors alone
+            beside_bytes = foretold.input_bytes + foretold.largest_bytes
+        elif layers.beside:
+            beside_bytes = begun_bytes + layers.beside.at(foretold.size)
+        else:
+            return 0.0
+        plain_bytes = int(beside_bytes + foretold.saved_bytes)  # a budget that is a share is one of this
+        budget_bytes = limits.budget_bytes(plain_bytes) or 0
+        needed_bytes = beside_bytes + state.coming_bytes(limits)
+        allowed_bytes = limits.allocated_bytes(budget_bytes)
+        if needed_bytes > allowed_bytes:
+            told = (
+                f"a step takes {format_bytes(int(needed_bytes))} with all its layers recomputed, where the first one gets "
+                f"{foretold.size:,} elements; the budget allows {format_bytes(allowed_bytes)}. Pass a larger budget, or "
+                "smaller batches"
+            )
+            if limits.raises:
+                raise BudgetInfeasible(told, int(needed_bytes))
+            state.warn_once(f"layers of {foretold.size.bit_length()}", told)  # once for each doubling of the size
+        return (_OF_KNOWN if layers.beside.knows(foretold.size) else _OF_ALLOWED) * allowed_bytes - needed_bytes
+
+    stage = open_layers(state, None, room, state.learning.takes_less if gives_up else None)
+    if stage is None:
+        return None
+    state.judged, state.way = None, Way.OPS
+    if state.ways is not None:
+        state.ways.begun = None  # the time until the next entry doesn't count
+    state.peak = None if counter is None else StepPeak(counter, resets=True)
+    if device is not None:
+        stage.counts.trial = _StepClock(partial(state.learning.note_end, device.record_event(), device, state.peak))
+    state.of_layers = None if state.peak is None else (stage.step, begun_bytes, state.peak)
+    return stage
 
 
 def _stays_idle(state: BudgetState, options: RematOptions, limits: Limits, shapes: Shapes | None) -> bool:
@@ -93,7 +145,7 @@ def _stays_idle(state: BudgetState, options: RematOptions, limits: Limits, shape
 
 
 def _numel(shapes: Shapes | None) -> int:
-    return sum(shape.numel() for shape in shapes or ())
+    return sum(map(math.prod, shapes or ()))
 
 
 def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways | None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.ways import Ways
     from memkit.activations.context import Shapes
     from memkit.activations.offloading.window import OffloadWindow
+    from memkit.activations.recomputing.layers import LayerStep
     from memkit.activations.recomputing.region_plan import RegionPlan
     from memkit.activations.saved.traces import Trace
     from memkit.device import MemoryCounter
@@ -52,6 +53,8 @@ class BudgetState(RematState):
         self.judged: tuple[Trace, Planned] | None = None
         self.peak: StepPeak | None = None
         self.of_report: tuple[object, Foresight] | None = None
+        self.of_layers: tuple[LayerStep, int, StepPeak] | None = None
+        """The last step with layers, the bytes on the device at its begin, and its peak."""
 
     def _part(self, kind: Callable[[str], _Part]) -> _Part:
         part = kind(self.tag)
@@ -87,6 +90,25 @@ class BudgetState(RematState):
         if self.of_report is None or self.of_report[0] is not trace:
             self.of_report = trace, Foresight(trace)
         return self.of_report[1]
+
+    def coming_bytes(self, limits: Limits) -> int:
+        """Return the bytes of the optimizer states that are still to be made."""
+        device = self.costs.device
+        optimizer = None if limits.optimizer is None else limits.optimizer()
+        if not self.coming.is_of(optimizer):
+            self.coming = ComingStates(optimizer)
+        kind = None if device is None else device.torch_device.type  # without a counter, the budget is for saved tensors alone
+        return 0 if device is not None and self.counter is None else self.coming.num_bytes(kind)
+
+    def learn_layers(self) -> None:
+        """Note the peak of the last step with layers, once its backward is over."""
+        found, self.of_layers = self.of_layers, None
+        if found is None or self.layers is None:
+            return
+        step, begun_bytes, peak = found
+        if peak.num_bytes is not None:
+            self.layers.learn_peak(step, peak.num_bytes - begun_bytes)
+            self.learning.last_peak_bytes = peak.num_bytes
 
     def end_forward(self) -> None:
         """Note the bytes that a forward has left on the device. If an idle step left too much to fit, the next step is looked

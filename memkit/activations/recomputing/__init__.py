@@ -12,6 +12,7 @@ Regions: calls of modules that are recomputed as a whole, nothing recorded:
 
 - `unrecorded`: what is done in a step that is not recorded
 - `region_plan`: which calls become regions, and when steps need not be recorded any more
+- `layers`: all layers as regions where no plan holds, as many as the budget asks for at each step's size
 - `regions`: the context in which they are regions, and why a module cannot be one
 - `region_calls`: a module with hooks, one call, of which autograd keeps no saved tensors, and its recompute
 - `module_state`: what must be as it was: parameters, buffers, generators, autocast

@@ -95,6 +95,10 @@ class RecordingStage(Stage):
     def _needs_calls(self) -> bool:
         return self._needs_plan
 
+    @property
+    def is_untouched(self) -> bool:  # type: ignore[override]  # a fact of the class in others
+        return self._forward.is_forward and not self._forward.saves
+
     def begin(self) -> None:
         if self._watches_modules:
             self._trail.__enter__()

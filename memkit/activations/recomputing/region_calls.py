@@ -21,7 +21,7 @@ from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
 from types import BuiltinFunctionType, FrameType, FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -349,6 +349,7 @@ class RegionCall:
         """The pack hook outside of this one, if it is within the context."""
         self.inner: dict[RegionModule, int] = {}
         """Regions that were called within it, each with the number of its first such call."""
+        self.watched: Watched | None = None
 
     def __call__(self, tensor: Tensor) -> Placeholder | KeptHandle:
         above: FrameType | None = sys._getframe()
@@ -360,6 +361,8 @@ class RegionCall:
         place.call, place.tensor = self, None
         place.shape, place.dtype = tensor.shape, tensor.dtype
         self.places.append(weakref.ref(place))
+        if self.watched is not None:
+            self.watched.note(tensor)
         return place
 
     def _hand_on(self, tensor: Tensor) -> KeptHandle:
@@ -435,11 +438,45 @@ class RegionSpec:
     learned: LearnedReads = field(default_factory=LearnedReads)
 
 
-class RegionsThread(threading.local):
-    """What a thread knows of a context's regions: its own calls, and the three objects that all threads share."""
+class Watched:
+    """Adds up the storages that a call of a region saves, and holds them until its end, as its second run will."""
 
-    def __init__(self, keep: Callable[[Tensor], KeptHandle], counts: Counts | None, not_taken: dict[nn.Module, str]) -> None:
-        self.keep, self.counts, self.not_taken = keep, counts, not_taken
+    def __init__(self, held: Iterable[Tensor], learn: Callable[[int], None]) -> None:
+        """`held` are tensors that are there in any case; `learn` gets the bytes."""
+        self._held = {torch_private.storage_address(tensor.untyped_storage()) for tensor in held if is_range_of_bytes(tensor)}
+        self._learn = learn
+        self._storages = dict[int, torch.UntypedStorage]()
+
+    def note(self, tensor: Tensor) -> None:
+        if type(tensor) is Tensor and type(torch_private.base_of(tensor)) is not nn.Parameter:
+            try:
+                storage = tensor.untyped_storage()
+            except RuntimeError:  # it is no range of bytes
+                return
+            self._storages[torch_private.storage_address(storage)] = storage
+
+    def end(self) -> None:
+        for address in self._held:
+            self._storages.pop(address, None)
+        self._learn(sum(map(torch.UntypedStorage.nbytes, self._storages.values())))
+
+
+class RegionStep(Protocol):
+    def keeps(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | Watched:
+        """Tell whether a call is left as it is, or what watches it. It has a number among those of its module in the step."""
+
+
+class RegionsThread(threading.local):
+    """What a thread knows of a context's regions: its own calls, and the objects that all threads share."""
+
+    def __init__(
+        self,
+        keep: Callable[[Tensor], KeptHandle],
+        counts: Counts | None,
+        not_taken: dict[nn.Module, str],
+        step: RegionStep | None,
+    ) -> None:
+        self.keep, self.counts, self.not_taken, self.step = keep, counts, not_taken, step
         self.is_in = False
         self.outer: object = None
         self.numbers: dict[RegionModule, int] = {}
@@ -479,10 +516,12 @@ class RegionModule:
         running.add(self)
         try:
             self._before(module, args, kwargs)
+            output = None
             try:
-                return code(*args, **kwargs)
+                output = code(*args, **kwargs)
+                return output
             finally:
-                self._after(module, args)
+                self._after(module, args, output)
         finally:
             running.discard(self)
 
@@ -518,7 +557,10 @@ class RegionModule:
         has_modes = torch_private.num_dispatch_modes() > 0
         if has_modes and is_traced():
             return
-        keep = thread.keep
+        keep, step = thread.keep, thread.step
+        watched = None if step is None else step.keeps(self.module, number, args, kwargs)
+        if watched is True:
+            return
         try:
             if top is None or top[0] is thread.outer:
                 top = None
@@ -534,6 +576,7 @@ class RegionModule:
             thread.not_taken[self.module] = str(why)
             return
         call.below = None if top is None else top[0]
+        call.watched = watched or None
         calls.append(call)
         torch_private.push_saved_tensor_hooks(call, unpack)
 
@@ -554,6 +597,10 @@ class RegionModule:
                 take_off(call)
             call.frame = None
             calls.pop()
+            if call.watched is not None:
+                watched, call.watched = call.watched, None
+                if output is not None:  # else it has failed
+                    watched.end()
             counts = self.thread.counts
             if counts is not None and torch_private.backward_task() == -1:
                 counts.num_dropped += len(call.places)
@@ -584,7 +631,7 @@ def _end_left(calls: list[RegionCall]) -> None:
         top = torch_private.top_saved_tensor_hooks(True)
         if top is not None and top[0] is call.below:  # its exit has removed the call's hooks and left its own
             torch_private.pop_saved_tensor_hooks()
-    call.is_broken, call.frame = True, None
+    call.is_broken, call.frame, call.watched = True, None, None
     calls.pop()
 
 

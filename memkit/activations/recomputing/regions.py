@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit.activations.recomputing.module_state import NORMS, UPDATED_UNREAD
-from memkit.activations.recomputing.region_calls import RegionModule, RegionSpec, RegionsThread, end_after, watch
+from memkit.activations.recomputing.region_calls import RegionModule, RegionSpec, RegionStep, RegionsThread, end_after, watch
 from memkit.activations.saved.counts import Counts
 from memkit.core import torch_private
 from memkit.core.compiled import is_compiled
@@ -24,7 +24,12 @@ from memkit.core.kept import KeptHandle
 from memkit.core.sequentials import spanned_forwards
 from memkit.core.torch_state import is_sharded_by_fsdp, is_sharded_by_fsdp2, is_there_in_backward, local_of
 
-_OWN_HOOKS = ("memkit.activations.recomputing.region_calls", "memkit.recording.module_calls")
+_OWN_HOOKS = (
+    "memkit.activations.recomputing.region_calls",
+    "memkit.activations.recomputing.compiled_calls",
+    "memkit.activations.recomputing.layers",
+    "memkit.recording.module_calls",
+)
 """A recompute may run these modules' hooks again, or skip them."""
 _AROUND_SHARDED = ("torch.distributed.fsdp.", "memkit.recording.borders")
 """Prefixes of the modules with hooks for FSDP2: regions begin after their pre-hooks and end before their hooks."""
@@ -94,7 +99,7 @@ class Regions(Exclusive):
 
     It may be entered any number of times. Backwards may run after it was left. A `SequentialSpan` among the `chosen` modules is
     called as one module meanwhile, and in recomputes. `keep` returns a handle for an input of a region, with grad mode off; by
-    default inputs stay on the device.
+    default inputs stay on the device. `step` may keep single calls, and is told what the others save.
     """
 
     def __init__(
@@ -103,11 +108,12 @@ class Regions(Exclusive):
         *,
         keep: Callable[[Tensor], KeptHandle] = KeptHandle,
         counts: Counts | None = None,
+        step: RegionStep | None = None,
     ) -> None:
         torch_private.require(torch_private.Feature.REMAT)
         self.not_taken: dict[nn.Module, str] = {}
         self._numbers: dict[RegionModule, int] = {}
-        self._thread = RegionsThread(keep, counts, self.not_taken)
+        self._thread = RegionsThread(keep, counts, self.not_taken, step)
         forwards = spanned_forwards(chosen)
         self._regions = [RegionModule(module, spec, self._thread, forwards.get(module)) for module, spec in chosen.items()]
         self._hooks = HookSet()
@@ -123,7 +129,7 @@ class Regions(Exclusive):
         sharded = [region.module for region in self._regions if region.is_sharded]
         are_own = all(_are_own(getattr(module, name), _AROUND_SHARDED) for module in sharded for name in names)
         return (
-            any(everywhere[f"_global{name}"] for name in names)
+            not all(_are_own(everywhere[f"_global{name}"]) for name in names)
             or any(region.state.have_hooks(region.is_sharded) for region in self._regions)
             or not are_own
         )

@@ -1,21 +1,13 @@
-"""Stages of unrecorded steps: idle, watching sizes, with planned regions, or with every layer a region."""
+"""Stages of unrecorded steps: idle, watching sizes, or with planned regions."""
 
 from __future__ import annotations
 
-import re
-import weakref
-from collections import Counter
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-import torch
 from torch import Tensor, nn
 
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.region_calls import RegionSpec
-from memkit.activations.recomputing.regions import Regions, why_not_region
-from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, handing_on, is_within, moving_in, unpack
+from memkit.activations.recomputing.regions import Regions
+from memkit.activations.saved.entry import NO_PAIR, Entry, Stage, handing_on, is_within, unpack
 from memkit.activations.saved.settled import Settled, SizesSeen, Way
 from memkit.activations.saved.state import RematState
 from memkit.core import torch_private
@@ -23,15 +15,7 @@ from memkit.core.hooks import HookPair, SavedTensorHooks
 from memkit.core.kept import KeptHandle
 from memkit.core.sequentials import kind_of
 from memkit.core.tensors import PLAIN_TYPES
-from memkit.plan import Action, RegionPlanner
-from memkit.recording.cost import host_costs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from memkit.activations.saved.traces import Trace
-    from memkit.plan import ModuleCall, RegionNeeds
-
+from memkit.plan import Action
 
 _storage_of = Tensor.untyped_storage
 _Packed = tuple[Tensor, int]
@@ -98,7 +82,7 @@ class WatchStage(IdleStage):
             self._state.unsettle()
 
 
-class _StageWithRegions(IdleStage):
+class StageWithRegions(IdleStage):
     regions: Regions
 
     def begin(self) -> None:
@@ -107,13 +91,13 @@ class _StageWithRegions(IdleStage):
     def take_off(self) -> None:
         self.regions.__exit__(None, None, None)
 
-    def _warn_of_others(self, told: str) -> None:
+    def warn_of_others(self, told: str) -> None:
         for module, why in self.regions.not_taken.items():
             name = kind_of(module)
             self._state.warn_once(f"region {name} {why}", told.format(name=name, why=why))
 
 
-class RegionStage(_StageWithRegions):
+class RegionStage(StageWithRegions):
     def __init__(
         self,
         state: RematState,
@@ -126,7 +110,8 @@ class RegionStage(_StageWithRegions):
         assert settled.regions is not None
         self._hand_on, self._planned, self._specs = handing_on(None, outer), settled.regions, specs
         self._shapes, self._place = settled.regions.shapes, 0
-        self._is_other = False
+        self._is_other = self._is_of_other_size = False
+        self._is_share = isinstance(settled.options.budget, float)
         self.counts = settled.regions.counts(settled.options.budget, settled.budget_bytes)
         self.counts.trial = settled.regions.trial
         self.regions = Regions(specs, keep=self._keep, counts=self.counts)
@@ -140,11 +125,11 @@ class RegionStage(_StageWithRegions):
             self._state.choose_again()
         elif self._is_other or (not has_failed and not are_planned):
             self._state.unsettle()
-        elif not has_failed:
+        elif not has_failed and not self._is_of_other_size:
             planned.trial.end_forward(Way.REGIONS)
         if not_taken and not has_failed:
             told = "a {name} was to be recomputed as a whole, and was not: {why}. What it saved has stayed on the device."
-            self._warn_of_others(told)
+            self.warn_of_others(told)
 
     def mark(self, tensor: Tensor, action: Action) -> None:
         if self._moving is not None and action is not Action.RECOMPUTE:
@@ -154,8 +139,11 @@ class RegionStage(_StageWithRegions):
     def _keep(self, tensor: Tensor) -> KeptHandle:
         place = self._place
         self._place = place + 1
-        if place >= len(self._shapes) or tensor.shape != self._shapes[place]:
+        if place >= len(self._shapes):
             self._is_other = True
+        elif tensor.shape != self._shapes[place]:
+            self._is_of_other_size = True
+            self._is_other |= not self._is_share or tensor.dim() != len(self._shapes[place])
         return self._hand_on(tensor)
 
 
@@ -194,95 +182,3 @@ def open_steady(state: RematState | None, options: RematOptions, outer: SavedTen
             return IdleStage(state, moving)
         budget_bytes = options.budget if isinstance(options.budget, int) else 0
         return WatchStage(state, moving, outer, settled, budget_bytes)
-
-
-Layers = dict[weakref.ref[nn.Module], RegionSpec]
-_MOSTLY = 2 / 3
-"""If this fraction of all saved bytes stays even so, ops are recorded in all steps, to keep to the budget."""
-_DIGITS = re.compile(r"\d+")
-
-
-def open_layers(
-    state: RematState, outer: SavedTensorHooks | None, takes_less: Callable[[Trace, RegionNeeds], bool] = lambda *_: True
-) -> LayerStage | None:
-    """Return the stage of a context that is about to be entered, if plans are given up under its tag, and a step `takes_less`
-    bytes with its layers recomputed than by its plan; None to record the step."""
-    if state.layers is None:
-        state.layers = _find(state, takes_less)
-    if state.counts.has_mismatch:
-        state.layers = {}
-    specs = {module: spec for reference, spec in state.layers.items() if (module := reference()) is not None}
-    if not specs:
-        return None
-    stage = LayerStage(state, outer, specs)
-    if stage.regions.has_hooks:
-        return None
-    state.counts, state.is_recorded = stage.counts, False
-    return stage
-
-
-def open_layers_again(state: RematState, options: RematOptions, outer: SavedTensorHooks | None) -> LayerStage | None:
-    if options.strict or not (options.may_settle and options.may_drop):
-        return None
-    with state.lock:
-        stage = open_layers(state, outer)
-        state.num_iterations += stage is not None
-        return stage
-
-
-def _find(state: RematState, takes_less: Callable[[Trace, RegionNeeds], bool]) -> Layers:
-    """Find the layers that recorded steps have called, and tell the user."""
-    found, refused, why_not = dict[nn.Module, RegionSpec](), set[nn.Module | None](), ""
-    for trace in state.traces:
-        if trace.ops is None or not trace.ops.calls:
-            continue
-        modules = [reference() for reference in trace.ops.modules]
-        reasons = ["it is gone" if module is None else why_not_region(module) for module in modules]
-        calls = [replace(call, why_not=call.why_not or why) for call, why in zip(trace.ops.calls, reasons, strict=True)]
-        refused.update(module for call, module in zip(calls, modules, strict=True) if call.why_not)
-        planner = RegionPlanner(trace.ops.step, calls, host_costs(torch.device("cpu")), num_ops=len(trace.funcs))
-        choice = planner.layers()
-        is_worth_it = choice.peak_bytes < _MOSTLY * planner.simulate(()).peak_bytes
-        chosen = choice.chosen if is_worth_it and takes_less(trace, planner.needs(choice)) else ()
-        kinds = {(_DIGITS.sub("*", calls[place].name), type(modules[place])) for place in chosen}
-        roots = [module for call, module in zip(calls, modules, strict=True) if call.parent < 0 and module is not None]
-        for name, module in (named for root in roots for named in root.named_modules()):  # also those that were not called
-            if (_DIGITS.sub("*", name or type(module).__name__), type(module)) in kinds and not why_not_region(module):
-                found[module] = RegionSpec()
-        why_not = why_not or _why_not_around(calls, [calls[place] for place in chosen])
-    layers = {weakref.ref(module): spec for module, spec in found.items() if module not in refused}
-    if layers:
-        names = Counter(type(module).__name__ for module in found if module not in refused)
-        each = ", ".join(f"{count} {name}" for name, count in names.items())
-        state.warn_once(
-            "layers",
-            "no plan holds for these steps: lengths may differ from batch to batch, or the budget is very small. From now on, "
-            f"whole modules are recomputed ({each}), as with torch.utils.checkpoint, and the budget is not enforced.{why_not} "
-            f'memkit.reset("{state.tag}") starts over.',
-        )
-    return layers
-
-
-def _why_not_around(calls: list[ModuleCall], chosen: list[ModuleCall]) -> str:
-    alike = Counter(_DIGITS.sub("*", call.name) for call in calls)
-    for call in calls:
-        name, (start, stop) = _DIGITS.sub("*", call.name), call.saves
-        if call.why_not and alike[name] > 1 and any(start <= one.saves[0] and one.saves[1] <= stop for one in chosen):
-            return f' "{name}" is not among them: {call.why_not}.'
-    return ""
-
-
-class LayerStage(_StageWithRegions):
-    def __init__(self, state: RematState, outer: SavedTensorHooks | None, specs: dict[nn.Module, RegionSpec]) -> None:
-        super().__init__(state, moving_in(outer))
-        self.counts = Counts()
-        self.regions = Regions(specs, keep=handing_on(None, outer), counts=self.counts)
-
-    def end(self, *, has_failed: bool) -> None:
-        self.counts.num_saved = self.counts.num_dropped  # tensors saved outside of the layers are not counted
-        if not has_failed:
-            self._warn_of_others("a {name} was not recomputed as a whole, and stays: {why}.")
-
-    def mark(self, tensor: Tensor, action: Action) -> None:
-        super().mark(tensor, action)
-        self._state.layers = {}  # to do that, ops are recorded again

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from memkit.core import torch_private
-from memkit.core.hooks import HookPair, SavedTensorHooks, stacked_owners
+from memkit.core.hooks import HookPair, HookSet, SavedTensorHooks, stacked_owners
 from memkit.core.interrupts import Block
 from memkit.core.kept import ForwardedHandle, KeptHandle, ScheduledHandle, modified_error
 from memkit.core.sizes import format_bytes
@@ -97,6 +97,8 @@ NO_PAIR: HookPair = (KeptHandle, KeptHandle.unpack)
 
 class Stage(ABC):
     moves: ClassVar[bool]
+    is_untouched = True
+    """It did nothing yet that another stage could not take over."""
     model: nn.Module | None = None
     """The module that the context is attached to; None if it was entered by `with`."""
 
@@ -149,6 +151,8 @@ class Entry:
         self.around: Entry | None = None
         """If the same context has a second entry, the stages here leave other tensors to it."""
         self.unasked: Unasked | None = None
+        self.door: HookSet | None = None
+        """Hooks on the module that is called first, until its call."""
         self._take: Callable[[Tensor], KeptHandle] = KeptHandle
         self._hooks: SavedTensorHooks | None = None
         self.name = f'{name} (tag "{tag}")'
@@ -191,7 +195,16 @@ class Entry:
                 self.around.end(has_failed=has_failed)
                 self.around = None
 
+    def begin_anew(self, stage: Stage, pair: HookPair) -> None:
+        """Go on with another stage in place of the recording one, which is untouched."""
+        self.end(has_failed=True)
+        self.recording = stage
+        self.begin(pair)
+
     def _take_off(self) -> None:
+        if self.door is not None:
+            self.door.remove()
+            self.door = None
         for stage in self.stages:
             stage.take_off()
         if self._hooks is not None:

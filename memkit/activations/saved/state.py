@@ -14,7 +14,7 @@ from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts, reached_s
 from memkit.activations.saved.entry import Unasked
 from memkit.activations.saved.settled import Settled, TimedWays
-from memkit.activations.saved.traces import OpTrace, Traces, trace_of
+from memkit.activations.saved.traces import MAX_TRACES, OpTrace, Traces, trace_of
 from memkit.core.interrupts import mended
 from memkit.device import Device
 from memkit.errors import warn_user
@@ -27,13 +27,16 @@ from memkit.recording.recording import Recording
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from memkit.activations.context import Shapes
     from memkit.activations.recomputing.budget import Decider
-    from memkit.activations.recomputing.unrecorded import Layers
+    from memkit.activations.recomputing.layers import Layers
     from memkit.recording.module_calls import NotedCall
 
 _MAX_RATIOS = 10_000
 _GIVEN_UP = 1_000
 """More deviations than any step is forgiven."""
+_OFTEN, _MOST_SEEN = 3, 64
+"""Shapes of inputs that came so often, in at least one of so many steps, are recorded. So many shapes are remembered."""
 _NUM_VAIN, _VAIN_AMONG = 3, 100
 """Plans are given up once so many iterations had none that held, among so many."""
 
@@ -146,6 +149,11 @@ class RematState(TagState):
         self._in_vain = {had_plan: deque[int](maxlen=_NUM_VAIN) for had_plan in (False, True)}
         """The numbers of the last iterations in which plans did not help, by whether they had one."""
         self.layers: Layers | None = None
+        self.known_shapes: dict[Shapes, None] = {}
+        """Shapes of the inputs of recorded steps, the last at the end."""
+        self.was_other = False
+        self._seen_shapes: dict[Shapes, tuple[int, int]] = {}
+        """For shapes of inputs, the last ones at the end: the number of the first step that had them, and of all such steps."""
         self.moved = frozenset[int]()
         self.device: Device | None = None
         self.costs = OpCosts()
@@ -156,6 +164,25 @@ class RematState(TagState):
         """Forget all if other ops are pure now: values are numbered differently then."""
         if kinds is not self._kinds:
             self._kinds, self.traces = kinds, Traces()
+
+    def is_of_other_size(self, shapes: Shapes | None) -> bool:
+        """Tell whether a step with inputs of such shapes goes without a plan, since none like it was recorded. Shapes that many
+        steps have are recorded. None stands for unknown ones: as in the last step."""
+        if shapes is None:
+            return self.was_other
+        first, count = self._seen_shapes.pop(shapes, (self.num_iterations, 0))
+        self._seen_shapes[shapes] = first, count + 1
+        is_often = count + 1 >= _OFTEN and (count + 1) * _OFTEN > self.num_iterations - first
+        self.was_other = bool(self.known_shapes) and shapes not in self.known_shapes and not is_often
+        if self.was_other:
+            if len(self._seen_shapes) > _MOST_SEEN:
+                self._seen_shapes.pop(next(iter(self._seen_shapes)))
+            return True
+        self.known_shapes.pop(shapes, None)
+        self.known_shapes[shapes] = None
+        if len(self.known_shapes) > MAX_TRACES:
+            self.known_shapes.pop(next(iter(self.known_shapes)))
+        return False
 
     def unsettle(self) -> None:
         """Record the next step, since something was not as before."""
@@ -218,7 +245,7 @@ class RematState(TagState):
     @property
     def gives_up_plans(self) -> bool:
         """Recording takes more than plans bring, since iterations don't repeat."""
-        if self.layers is not None:
+        if self.layers is not None and self.layers.are_all:
             return True
         return any(len(found) == _NUM_VAIN and found[-1] - found[0] < _VAIN_AMONG for found in self._in_vain.values())
 

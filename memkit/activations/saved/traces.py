@@ -145,7 +145,7 @@ class OpTrace:
         self.step, self._planner = step, None
 
 
-_MAX_TRACES = 16
+MAX_TRACES = 16
 _MAX_STRANGERS = 8
 _MAX_AWAITED = 4
 STRANGER = -1
@@ -288,10 +288,10 @@ class Traces:
         if trace in self._known:
             self._known.remove(trace)
         self._known.insert(0, trace)
-        forgotten = self._known[_MAX_TRACES:]
+        forgotten = self._known[MAX_TRACES:]
         if forgotten:
             self._after = {pair: after for pair, after in self._after.items() if not {*pair, after}.intersection(forgotten)}
-            del self._known[_MAX_TRACES:]
+            del self._known[MAX_TRACES:]
 
     def learn(
         self, follower: Follower, recording: Recording, saves: Sequence[int], nodes: Sequence[int], calls: Sequence[NotedCall]

@@ -147,17 +147,17 @@ def compare(model: nn.Module, x: Tensor, context: Context) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "is_recorded"),
-    [((16, 16, 16, 16, 16, 6, 16, 16, 16), "111000100"), ((16, 16, 16, *[16, 6] * 10), "111" + "?" * 12 + "1" * 8)],
+    [((16, 16, 16, 16, 16, 6, 16, 16, 16), "111000000"), ((16, 16, 16, *[16, 6] * 10), "111" + "?" * 12 + "0" * 8)],
     ids=["once", "always"],
 )
-def test_smaller_batch_is_a_deviation_with_the_same_bits(
+def test_smaller_batch_has_the_same_regions_and_bits(
     sizes: tuple[int, ...], is_recorded: str, device: Device, remat_on: Remat
 ) -> None:
     model = with_dropout().to(device.torch_device)
     for size, recorded in zip(sizes, is_recorded, strict=True):
         compare(model, torch.randn(size, 32, device=device.torch_device), lambda: remat_on(0.4, "smaller"))
         assert recorded in ("?", str(int(memkit.stats("smaller").is_recorded)))
-    assert memkit.stats("smaller").num_deviations == 1 or "?" in is_recorded
+    assert memkit.stats("smaller").num_deviations == 0
 
 
 @pytest.mark.slow
