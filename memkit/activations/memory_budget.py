@@ -55,8 +55,8 @@ class MemoryBudget(RecordedContext):
     module that it is attached to runs without data before the first. The second step is measured: what each op takes, and the
     bytes on the device at each op of the forward and between the requests of the backward. Then a plan is made, once for each
     sequence of ops, which takes a few seconds at most, and is followed from then on. If a step takes more than the budget, the
-    plan is made again, at most three times. If everything fits, nothing is moved and nothing is recomputed. Steps of other sizes
-    are not recorded: their layers are recomputed as a whole, but for as many as the budget leaves room for.
+    plan is made again, at most three times. If everything fits, nothing is moved and nothing is recomputed. Steps of other
+    sizes are not recorded: their layers are recomputed as a whole, but for as many as the budget leaves room for.
 
     Args:
         budget: the device budget, the most bytes that this process allocates on the device at once: text such as "12GiB", an
@@ -191,10 +191,12 @@ class MemoryBudget(RecordedContext):
         state = budget_states.get(self.tag)
         if state is not None:
             state.end_forward()
-        compiling, self._compiling = self._compiling, None
-        if compiling is not None:
-            compiling.__exit__(None, None, None)
-        super().end_block(has_failed=has_failed)
+        try:
+            super().end_block(has_failed=has_failed)
+        finally:  # what the stage has set within it is undone before
+            compiling, self._compiling = self._compiling, None
+            if compiling is not None:
+                compiling.__exit__(None, None, None)
 
     def _check_place(self) -> None:
         self._refuse_in_capture()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from memkit.activations.budgeting.limits import StepPeak
-from memkit.activations.budgeting.state import BudgetState, budget_states
+from memkit.activations.budgeting.state import BudgetState, budget_states, numel_of
 from memkit.activations.offloading.moving_stage import MovingStage, OffloadOptions
 from memkit.activations.recomputing.region_plan import choices_ahead, settle_ahead
 from memkit.activations.recomputing.unrecorded import IdleStage, RegionStage, open_steady
@@ -51,16 +50,17 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
     """Set the stages of a context's entry; return its hooks, None for the entry's own."""
     state = budget_states.open(entry.tag)
     with state.lock:
-        is_other = limits.plan is None and state.is_of_other_size(shapes)
+        stays_idle = state.settled is not None and _stays_idle(state, options, limits, shapes)
+        is_other = not stays_idle and limits.plan is None and state.is_of_other_size(shapes)
         if is_other and (layers := open_layers_within(state, limits)) is not None:
             entry.recording = layers
             return layers.pair
         state.num_iterations += 1
+        if stays_idle:
+            state.is_recorded, state.shapes = False, shapes
+            entry.recording = idle = IdleStage(state, None)
+            return idle.pair
         if state.settled is not None:
-            if _stays_idle(state, options, limits, shapes):
-                state.is_recorded, state.shapes = False, shapes
-                entry.recording = idle = IdleStage(state, None)
-                return idle.pair
             state.settled, state.most_numel = None, 0
         ways = _ways_of(state, limits, shapes)
         if ways is not None and ways.way is not Way.OPS:
@@ -121,6 +121,7 @@ def open_layers_within(state: BudgetState, limits: Limits, *, gives_up: bool = F
     stage = open_layers(state, None, room, state.learning.takes_less if gives_up else None)
     if stage is None:
         return None
+    stage.compiling = state.inside.for_all()
     state.judged, state.way = None, Way.OPS
     if state.ways is not None:
         state.ways.begun = None  # the time until the next entry doesn't count
@@ -140,12 +141,8 @@ def _stays_idle(state: BudgetState, options: RematOptions, limits: Limits, shape
         return shapes == state.shapes if shapes is not None else counter is None or counter.peak_bytes() <= settled.budget_bytes
     if counter is None or counter.peak_bytes() > settled.budget_bytes:
         return False
-    state.most_numel = max(state.most_numel, _numel(state.shapes))
-    return _numel(shapes) <= state.most_numel
-
-
-def _numel(shapes: Shapes | None) -> int:
-    return sum(map(math.prod, shapes or ()))
+    state.most_numel = max(state.most_numel, numel_of(state.shapes))
+    return numel_of(shapes) <= state.most_numel
 
 
 def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, TypeVar
 
 from memkit.activations.budgeting.inside import InsideBudgets
@@ -91,6 +92,13 @@ class BudgetState(RematState):
             self.of_report = trace, Foresight(trace)
         return self.of_report[1]
 
+    def is_of_other_size(self, shapes: Shapes | None) -> bool:
+        """As of `RematState`; but where all fits, smaller steps go as the recorded ones."""
+        fits = self.settled is not None and shapes is not None
+        if fits and numel_of(shapes) <= max(map(numel_of, self.known_shapes), default=0):
+            return False
+        return super().is_of_other_size(shapes)
+
     def coming_bytes(self, limits: Limits) -> int:
         """Return the bytes of the optimizer states that are still to be made."""
         device = self.costs.device
@@ -130,6 +138,10 @@ class BudgetState(RematState):
     def counter(self) -> MemoryCounter | None:
         device = self.costs.device
         return None if device is None else device.memory_counter()
+
+
+def numel_of(shapes: Shapes | None) -> int:
+    return sum(map(math.prod, shapes or ()))
 
 
 budget_states = States(BudgetState)

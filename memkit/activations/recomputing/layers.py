@@ -17,6 +17,7 @@ import weakref
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
@@ -272,6 +273,19 @@ class LayerStage(StageWithRegions):
         self.counts = Counts()
         self.step = LayerStep(layers, room, state.costs.device)
         self.regions = Regions(layers.specs(), keep=handing_on(None, outer), counts=self.counts, step=self.step)
+        self.compiling: AbstractContextManager[object] | None = None
+        """Layers are compiled in it."""
+
+    def begin(self) -> None:
+        if self.compiling is not None:
+            self.compiling.__enter__()
+        super().begin()
+
+    def take_off(self) -> None:
+        super().take_off()
+        compiling, self.compiling = self.compiling, None
+        if compiling is not None:
+            compiling.__exit__(None, None, None)
 
     def end(self, *, has_failed: bool) -> None:
         self.counts.num_saved = self.counts.num_dropped  # tensors saved outside of the layers are not counted

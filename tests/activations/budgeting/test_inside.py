@@ -261,7 +261,7 @@ def test_larger_step_where_nothing_is_recorded_compiles_as_was_chosen_and_keeps_
 
     assert compiled_with == [0.5, 0.5]
     assert config.activation_memory_budget == 1.0
-    assert budget == "1GiB" or memkit.stats("inside").num_copies_out > 4
+    assert memkit.stats("inside").num_replays == 4
     assert_same_bits(found, _step(model, nullcontext(), larger))
 
 

@@ -380,7 +380,7 @@ def test_step_of_other_shapes_keeps_to_the_budget_and_leaves_the_chosen_way(fast
     state = budget_states["shapes"]
     assert state.ways.is_decided
     assert state.way is Way.REGIONS
-    for _ in range(4):
+    for _ in range(6):
         device.synchronize()
         counter.reset_peak()
         assert_same_bits(train(model, larger, nullcontext), plain[16])
