@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
+from memkit.activations.offloading.scheduled import ScheduledForward, ScheduledSaves
 from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import HostMemoryError
 from memkit.transfer.arena import Arena
 from tests.activations.cases import assert_same_bits
-from tests.activations.chains import leaf_on, step
-from tests.activations.scheduled_steps import TAG, Offloads, batch_bytes, offloads
+from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on, step
+from tests.activations.scheduled_steps import TAG, Offloads, batch_bytes, gradient_of, offloads
 from tests.calls import num_calls
 from tests.interrupts import interrupts
 
@@ -157,6 +159,41 @@ def test_sizes_that_differ_behind_the_first_saves(window_units: int | None, offl
         assert_same_bits(step(offloads(1.0, window_bytes=window_units)), wanted)
 
 
+def test_sizes_that_differ_late_are_read_once(offloads: Offloads, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, sizes, num_read = leaf_on(offloads.device.torch_device), ([1, 2, 2, 2, 2], [1, 2, 2, 3, 1], [1, 2, 2, 1, 1]), [0]
+    grow = ScheduledSaves._grow
+
+    def count(saves: ScheduledSaves, save: Any, tensor: Tensor) -> bool:
+        num_read[0] += 1
+        return grow(saves, save, tensor)
+
+    monkeypatch.setattr(ScheduledSaves, "_grow", count)
+    for number in range(15):
+        wanted = step(x, sizes[number % 3])
+        assert_same_bits(step(x, sizes[number % 3], lambda: offloads(1.0, window_bytes=None)), wanted)
+        if number == 8:
+            num_read[0] = 0
+    assert num_read[0] <= 6  # where each begins to differ
+
+
+def test_a_first_shape_tells_which_of_two_schedules_to_follow(offloads: Offloads) -> None:
+    x = leaf_on(offloads.device.torch_device)
+    kinds = {"A": [2, 2, 2, 2], "B": [3, 3, 3, 3, 3, 3]}
+    for number, kind in enumerate("AAAABBBBBBAABABBBAAAB"):
+        wanted = step(x, kinds[kind])
+        with offloads(1.0, window_bytes=None):
+            y = chain(x, kinds[kind])
+        if number > 8:
+            (window,) = offload_states[TAG].windows()
+            assert follows(), number
+            assert window.scheduled is not None
+            assert len(window.scheduled.tried) == 1, number
+        x.grad = None
+        y.sum().backward()
+        assert_same_bits([y.detach(), x.grad], wanted)
+        del y
+
+
 def test_a_fixed_window_holds_at_each_size(offloads: Offloads) -> None:
     """Its bytes are those of other saves at another size: such a step is learned by itself."""
     model = make_model(offloads.device)
@@ -187,22 +224,109 @@ def test_values_that_are_saved_twice_are_followed_with_any_least_bytes(offloads:
 
 @pytest.mark.filterwarnings("ignore:.*it leaves")
 def test_no_host_memory_for_a_longer_step(offloads: Offloads, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has no host memory stays, and nothing is lost."""
+    """What has no host memory stays, and shorter steps go on as before."""
     model = make_model(offloads.device)
-    compare(model, [24] * 3, lambda: offloads(1.0, window_bytes=None))
-    take, num_taken = Arena.take, [0]
+    compare(model, [40] * 3, lambda: offloads(1.0, window_bytes=None))
+    longer = memkit.stats(TAG)
+    compare(model, [24], lambda: offloads(1.0, window_bytes=None))
+    shorter = memkit.stats(TAG)
+    limit_host_memory(monkeypatch, most_bytes := longer.moved_out_bytes * 3 // 4)
+    monkeypatch.setattr(ScheduledForward, "_fetch_one", None)  # what has left is fetched ahead
+    for _ in range(3):
+        compare(model, [40], lambda: offloads(1.0, window_bytes=None))
+        found = memkit.stats(TAG)
+        assert followed[-1]
+        assert most_bytes / 2 < found.moved_out_bytes <= most_bytes
+        assert found.unique_bytes == longer.unique_bytes == found.moved_out_bytes + found.kept_bytes
+        compare(model, [24], lambda: offloads(1.0, window_bytes=None))
+        assert followed[-1]
+        assert memkit.stats(TAG).moved_out_bytes == shorter.moved_out_bytes
+    monkeypatch.undo()
 
-    def refuse(arena: Arena, num_bytes: int) -> Any:
-        num_taken[0] += 1
-        if num_taken[0] > 2:
+
+@pytest.mark.filterwarnings("ignore:.*it leaves")
+def test_backwards_of_a_graph_with_too_little_host_memory(offloads: Offloads, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, units = leaf_on(offloads.device.torch_device), [1, 3, 2, 1, 1, 2, 2, 1]
+
+    def grads(y: Tensor) -> list[Tensor]:
+        return [torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(3)]
+
+    for limit in (40, 40, 40, 4, 4):
+        monkeypatch.undo()
+        limit_host_memory(monkeypatch, limit * UNIT_BYTES)
+        with offloads(1.0, window_bytes=None):
+            y = chain(x, units)
+        assert_same_bits(grads(y), grads(chain(x, units)))
+        del y
+    assert 0 < offloads.moved_units <= 4
+
+
+def limit_host_memory(monkeypatch: pytest.MonkeyPatch, most_bytes: int) -> None:
+    take = Arena.take
+
+    def limited(arena: Arena, num_bytes: int) -> Any:
+        if arena.in_use_bytes + num_bytes > most_bytes:
             raise HostMemoryError("injected: no room")
         return take(arena, num_bytes)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Arena, "take", refuse)
-        compare(model, [40, 40], lambda: offloads(1.0, window_bytes=None))
-    compare(model, [40, 24, 40, 40], lambda: offloads(1.0, window_bytes=None))
+    monkeypatch.setattr(Arena, "take", limited)
+
+
+def late_chain(x: Tensor, units: Sequence[int]) -> Tensor:
+    """The first save has no value, and is the same at each size."""
+    return chain(x * x, units)
+
+
+def test_host_memory_of_one_size_is_enough_for_sizes_that_begin_alike(
+    offloads: Offloads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, sizes = leaf_on(offloads.device.torch_device), ([2] * 6, [3] * 6)
+    for number in range(16):
+        if number == 8:
+            monkeypatch.undo()
+            limit_host_memory(monkeypatch, 17 * UNIT_BYTES)
+        wanted = gradient_of(late_chain(x, sizes[number % 2]), x)
+        with offloads(1.0, window_bytes=None):
+            y = late_chain(x, sizes[number % 2])
+        assert number < 4 or offloads.follows, number
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        del y
+
+
+@pytest.mark.filterwarnings("ignore:.*it leaves")
+def test_what_has_no_host_memory_is_freed_by_the_backward(offloads: Offloads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save by save as it goes on, or at its end if it was saved twice; what no backward asked for stays until one does."""
+    x, saved, live = leaf_on(offloads.device.torch_device), list[Any](), list[int]()
+
+    def forward(units: int) -> tuple[Tensor, Tensor]:
+        y, aux = chain(x, [units]), (x * 2).sin()
+        saved[:] = [weakref.ref(y.untyped_storage())]
+        y = y * y
+        for _ in range(6):
+            y = y.repeat(units)[: units * UNIT_NUMEL].clone()
+            y.register_hook(lambda _: live.append(num_live()))
+            saved.append(weakref.ref(y.untyped_storage()))
+            y = y.sin()
+        return y, aux
+
+    def num_live() -> int:
+        return sum(reference() is not None for reference in saved)
+
+    for units in (1, 1, 1, 2):
+        if units == 2:
+            limit_host_memory(monkeypatch, 0)
+        with offloads(1.0, window_bytes=None):
+            y, aux = forward(units)
+        followed.append(follows())
+        live.clear()
+        found = torch.autograd.grad(y.sum(), x)
+        del y
+
     assert followed[-1]
+    assert live == [6, 5, 4, 3, 2, 1]
+    assert num_live() == 0
+    assert_same_bits([*found, gradient_of(aux, x)], [gradient_of(made, x) for made in forward(2)])
+    del aux
 
 
 def test_two_models_take_turns_at_all_lengths(offloads: Offloads) -> None:

@@ -16,8 +16,8 @@ from memkit.activations.budgeting.limits import StepPeak
 from memkit.activations.budgeting.meter import Meter
 from memkit.activations.budgeting.planned_forward import PlannedForward
 from memkit.activations.budgeting.steady_step import SteadySaves, StepNotes
-from memkit.activations.offloading.moving_stage import is_free, is_from_leaf, open_scheduled
-from memkit.activations.offloading.scheduled import ScheduledSaves
+from memkit.activations.offloading.moving_stage import is_free, is_from_leaf
+from memkit.activations.offloading.scheduled import ScheduledForward, ScheduledSaves, take_spans
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.recording_stage import RecordingStage
 from memkit.activations.saved.settled import Settled
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.state import BudgetState
     from memkit.activations.budgeting.steady_step import SteadySave, SteadyStep
     from memkit.activations.offloading.schedule import Schedule
-    from memkit.activations.offloading.scheduled import ScheduledForward
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.recomputing.budget import Decider
     from memkit.activations.recomputing.recorded_forward import RecordedForward
@@ -552,4 +551,7 @@ class BudgetStage(RecordingStage):
 @mended
 def _open_moves(window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts) -> ScheduledForward | None:
     window.settle()
-    return open_scheduled(window, schedule, trace, counts, schedule.first) if is_free(window) else None
+    if not is_free(window) or (spans := take_spans(window, schedule.first)) is None:
+        return None
+    window.scheduled = made = ScheduledForward(window, schedule, schedule.first, spans, trace, counts)
+    return made

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit.activations.offloading.schedule import PlacedCopies, Schedule, Sized, make_schedule
+from memkit.activations.offloading.schedule import Sized, make_schedule
 from memkit.activations.offloading.scheduled import ScheduledForward, ScheduledSaves, take_spans
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
@@ -212,11 +212,11 @@ class MovingStage(Stage):
             sized, counts = scheduled.sized, self.counts
             counts.seen_bytes += sum(sized.seen_bytes)
             counts.unique_bytes += sized.unique_bytes
-            counts.kept_bytes += sized.kept_bytes
+            counts.kept_bytes += sized.kept_bytes + scheduled.stayed_bytes
             counts.window_bytes = max(counts.window_bytes, sized.window_bytes)
             window, ledger = scheduled.window, scheduled.window.ledger
             window.traces.follow(trace)
-            ledger.peak_live_bytes = max(ledger.peak_live_bytes, ledger.live_bytes + sized.peak_bytes)
+            ledger.peak_live_bytes = max(ledger.peak_live_bytes, ledger.live_bytes + sized.peak_bytes + scheduled.stayed_bytes)
         elif scheduled.has_backward and not self._forwards:
             trace.seen_under = None  # its backward began before the last saves
             self._count_followed(scheduled)
@@ -377,6 +377,7 @@ def follow_schedule(
     under, ratio, window_bytes, min_bytes = asked
     place, tried = (0, ()) if behind is None else (behind.num_saves, behind.tried)
     before = None if behind is None else behind.trace.seen
+    shapes = [] if behind is None else behind.sized.shapes[:place]
     found: list[Trace] = []
     for trace in window.traces:
         seen = trace.seen
@@ -390,8 +391,11 @@ def follow_schedule(
             and seen[place].is_like(tensor, of_any_size=window_bytes is None and not window.arena.is_staged)
         ):
             found.append(trace)
+            shape = None if seen[place].shape is None else tensor.shape
     if not found or not is_free(window):
         return None
+    if found[1:]:
+        found = [trace for trace in found if _has_size(trace, shapes, shape)] or found
     trace = expected if (expected := window.traces.expected) in found else found[0]
     key = ratio, window_bytes, len(trace.held)
     if trace.schedule is None or trace.schedule[0] != key:
@@ -402,36 +406,28 @@ def follow_schedule(
             window.has_schedule = True
             window.device.empty_cache()  # steps without a schedule have left it in more pieces than later ones need
     schedule = trace.schedule[1]
-    if schedule.pass_once() or not all(save.stays for save in schedule.saves[:place]):
+    if place and not all(save.stays for save in schedule.saves[:place]):
         return None
     most_bytes = max(known.plan(ratio, window_bytes).offload_bytes for known in window.traces)
     window.fit_arena(max(most_bytes, schedule.most_host_bytes))
-    sized: Sized = schedule.last  # if it is of another size, that shows before anything is held
-    if behind is not None:
-        sized = schedule.find(behind.sized.shapes[:place], tensor.shape) or behind.sized.fork(schedule.saves[:place])
-    made = open_scheduled(window, schedule, trace, counts, sized)
-    if made is None:
+    sized: Sized | None = schedule.size_beginning_with(shapes, shape)
+    if sized is None:
+        sized = Sized() if behind is None else behind.sized.fork(schedule.saves[:place])
+    spans = take_spans(window, sized)
+    if spans is None and window.arena.is_staged:
         return None
+    window.scheduled = made = ScheduledForward(window, schedule, sized, spans or (), trace, counts)
     made.num_saves = made.began_at = place
     made.tried = (trace, *(() if behind is None or behind.began_at < place else tried))
     saves.follow(made)
     return made
 
 
-def open_scheduled(
-    window: OffloadWindow, schedule: Schedule, trace: Trace, counts: Counts, sized: Sized
-) -> ScheduledForward | None:
-    """Return a forward that follows a schedule; None without the host memory for it. The caller holds the lock of the window,
-    whose `is_free` says that no request is likely."""
-    spans = take_spans(window, schedule, sized)
-    if spans is None:
-        return None
-    if len(sized.shapes) == len(schedule.saves):
-        placement = schedule.place(sized, spans, window.device, window.lanes)
-    else:
-        placement = PlacedCopies(schedule, window.device, window.lanes)
-    window.scheduled = made = ScheduledForward(window, schedule, sized, placement, spans, trace, counts)
-    return made
+def _has_size(trace: Trace, shapes: list[torch.Size | None], shape: torch.Size | None) -> bool:
+    schedule, seen = trace.schedule, trace.seen
+    if schedule is None:
+        return seen is not None and seen[len(shapes)].shape == shape
+    return schedule[1].size_beginning_with(shapes, shape) is not None
 
 
 def is_free(window: OffloadWindow) -> bool:

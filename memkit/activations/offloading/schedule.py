@@ -22,7 +22,6 @@ from memkit.plan.plans import Action
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, copy_by_turns
 
-_MOST_PASSED = 64
 _MOST_LOOKS = 3
 _MAX_PLACES = 4
 _MOST_SIZES = 64
@@ -82,6 +81,10 @@ class Sized:
         made.geometries = {place: found for place, found in self.geometries.items() if place < len(saves)}
         return made
 
+    def includes(self, first: Sized) -> bool:
+        """Tell whether these are the sizes of its first saves, whose shapes are the same."""
+        return first.sizes_bytes.items() <= self.sizes_bytes.items() and first.geometries.items() <= self.geometries.items()
+
 
 class Schedule:
     """The copies of forwards of one trace at one ratio, one forward at a time: each part is for one backward. Which values
@@ -104,8 +107,6 @@ class Schedule:
         self.min_bytes = min_bytes
         """Values of other sizes move if they have as many bytes; None if forwards of other sizes do not follow it."""
         self._leaving, self._window_bytes = leaving, window_bytes
-        self.num_passed = self._num_refused = 0
-        """How many more forwards go without it, since host memory is short: some values may find room."""
         self.rest = leaving.difference(*requests)
         """Moved values that no backward asks for: they may outlive the backwards."""
         self.saves = self._saves(seen, leaving, device.torch_device)
@@ -123,15 +124,15 @@ class Schedule:
             [value for value in self.batch_of if (value in self.rest) is is_rest] for is_rest in (False, True)
         ]
         """In the order of their batches, those with each span."""
-        self.behind = [[max(self.batch_of[value] for value in batch) for batch in part.back] for part in parts]
+        self.behind = [self._behind(part.back) for part in parts]
         """For each fetched batch of each backward, the last moved batch with one of its values."""
         self.takes_turns = self.takes_turns_back = False
         """Copies to the host, and copies to the device, take turns on two streams."""
         self._num_looks = 0
-        self._sizes: dict[tuple[torch.Size | None, ...], Sized] = {}
-        """By the shapes of all saves, the last used at the end."""
+        self.sizes: list[Sized] = []
+        """The last used first."""
         self.most_host_bytes = 0
-        self.first = self.last = sized = Sized()
+        self.first = sized = Sized()
         for save, known in zip(self.saves, seen, strict=True):
             sized.shapes.append(known.shape)
             sized.seen_bytes.append(known.seen_bytes)
@@ -139,7 +140,8 @@ class Schedule:
                 sized.sizes_bytes[known.value] = known.num_bytes
             if save.is_moved and known.geometry is not None:
                 self.note_geometry(sized, save, known.geometry, known.num_bytes)
-        self.file(sized)
+        self.sum_up(sized)
+        self.keep_size(sized)
 
     def _saves(self, seen: Sequence[SeenSave], leaving: Collection[int], torch_device: torch.device) -> list[ScheduledSave]:
         asked = {value for part in self.parts for value in part.requests}
@@ -178,10 +180,23 @@ class Schedule:
         if self.is_alone[save.value] and is_all_of(geometry, num_bytes):
             sized.whole[save.value] = geometry.size, geometry.stride, geometry.dtype
 
+    def _behind(self, back: Iterable[Sequence[int]]) -> list[int]:
+        return [max(map(self.batch_of.__getitem__, values)) for values in back]
+
+    def part_of(self, number: int, num_sent: int) -> tuple[CopySchedule, list[int]]:
+        """Return a part and its `behind` for a forward of which only the first batches have left."""
+        part, back, num_left = self.parts[number], list[tuple[int, ...]](), [0]
+        for values in part.back:
+            left = tuple(value for value in values if self.batch_of[value] < num_sent)
+            back += [left] if left else []
+            num_left.append(len(back))
+        num_fetched = tuple(num_left[number] for number in part.num_fetched)
+        return replace(part, back=tuple(back), num_fetched=num_fetched), self._behind(back)
+
     # Sizes
 
-    def file(self, sized: Sized) -> None:
-        """Keep a size that a whole forward has shown."""
+    def sum_up(self, sized: Sized) -> None:
+        """Set the figures of a size that a whole forward has shown."""
         leaving, sizes_bytes = self._leaving, sized.sizes_bytes
         sized.unique_bytes = sum(sizes_bytes.values())
         sized.kept_bytes = sized.unique_bytes - sum(map(sizes_bytes.__getitem__, leaving))
@@ -193,31 +208,20 @@ class Schedule:
             total_rounded(map(size_of, leaving - self.rest), ALIGNMENT_BYTES),
             total_rounded(map(size_of, self.rest), ALIGNMENT_BYTES),
         )
-        self.last = sized
-        self.most_host_bytes = max(self.most_host_bytes, sum(sized.host_bytes))
-        self._sizes[tuple(sized.shapes)] = sized
-        if len(self._sizes) > _MOST_SIZES:
-            del self._sizes[next(iter(self._sizes))]
 
-    def find(self, shapes: list[torch.Size | None], shape: torch.Size) -> Sized | None:
+    def keep_size(self, sized: Sized) -> None:
+        """Keep a size for later forwards, as the one that was used last."""
+        others = [other for other in self.sizes if other.shapes != sized.shapes]
+        self.sizes = [sized, *others[: _MOST_SIZES - 1]]
+        self.most_host_bytes = max(self.most_host_bytes, sum(sized.host_bytes))
+
+    def size_beginning_with(self, shapes: list[torch.Size | None], shape: torch.Size | None) -> Sized | None:
         """Return the size with these first shapes and this next one that was used last."""
         place = len(shapes)
-        for key, sized in reversed(self._sizes.items()):
+        for sized in self.sizes:
             if sized.shapes[place] == shape and sized.shapes[:place] == shapes:
-                self._sizes[key] = self.last = self._sizes.pop(key)
                 return sized
         return None
-
-    def note_no_room(self) -> None:
-        """Note that there is no host memory for it: some forwards do without it, more each time, up to `_MOST_PASSED`."""
-        self._num_refused += 1
-        self.num_passed = min(2**self._num_refused, _MOST_PASSED)
-
-    def pass_once(self) -> bool:
-        if self.num_passed:
-            self.num_passed -= 1
-            return True
-        return False
 
     def _peak_bytes(self, sizes_bytes: Mapping[int, int]) -> int:
         """Return the most bytes of its values on the device. A value that stays is freed by its last requesting backward."""
@@ -266,7 +270,7 @@ class Schedule:
             self._num_looks += 1
             self.takes_turns_back = placement.has_come_early()
         if before != (self.takes_turns, self.takes_turns_back):
-            for sized in self._sizes.values():
+            for sized in self.sizes:
                 sized.placed.clear()
 
     def place(self, sized: Sized, spans: Sequence[Span | None], device: Device, lanes: Lanes) -> PlacedCopies:

@@ -4,7 +4,8 @@ copied values are freed, and the rest goes save by save.
 [Note: other sizes] A schedule tells for each save whether its value leaves and which copies are due, whatever its size. A
 forward whose tensors have other shapes, as of longer sequences, follows it too: their sizes are read as they come (`Sized`),
 each batch gets host memory of its own when it leaves, and its copies are prepared then. The next forward of that size knows all
-of this ahead.
+of this ahead: it is found by the shape of its first save. If a later save has another shape, the forward goes on at the size
+that is known to begin so.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -56,7 +57,7 @@ class Life:
         self.forward = forward
 
 
-def take_spans(window: OffloadWindow, schedule: Schedule, sized: Sized) -> list[Span | None] | None:
+def take_spans(window: OffloadWindow, sized: Sized) -> list[Span | None] | None:
     """Return host memory for the values of a size, of which a new one has none yet; None if there is too little."""
     spans = list[Span | None]()
     with suppress(HostMemoryError):
@@ -66,8 +67,6 @@ def take_spans(window: OffloadWindow, schedule: Schedule, sized: Sized) -> list[
     if len(spans) < len(sized.host_bytes) or any(span.staging is not None for span in taken):
         for span in taken:
             window.arena.give(span)
-        if len(spans) < len(sized.host_bytes):
-            schedule.note_no_room()
         return None
     for span in taken:
         for event in span.free_events:
@@ -76,14 +75,14 @@ def take_spans(window: OffloadWindow, schedule: Schedule, sized: Sized) -> list[
 
 
 class ScheduledForward:
-    """One forward by a schedule, and its backwards; spans of host memory for requested values, and for the rest."""
+    """One forward by a schedule, and its backwards; spans of host memory for requested values, and for the rest. Without these,
+    it takes host memory batch by batch, as far as there is any. Its maker holds the window's lock, and knows that `is_free`."""
 
     def __init__(
         self,
         window: OffloadWindow,
         schedule: Schedule,
         sized: Sized,
-        placement: PlacedCopies,
         spans: Sequence[Span | None],
         trace: Trace,
         counts: Counts,
@@ -94,8 +93,11 @@ class ScheduledForward:
         self.sized = sized
         self.is_new = len(sized.shapes) < len(schedule.saves)
         """No forward of this size was seen before: its sizes are read as they come."""
-        self.placement = placement
-        self.out: list[CopyBatch] = placement.out
+        if any(spans):
+            self.placement = schedule.place(sized, spans, device, window.lanes)
+        else:
+            self.placement = PlacedCopies(schedule, device, window.lanes)
+        self.out: list[CopyBatch] = self.placement.out
         self.is_broken = False
         self.is_forward = True
         self.life: Callable[[], Life | None] = lambda: None
@@ -122,6 +124,8 @@ class ScheduledForward:
         self.alone: dict[int, CopyBatch] = {}
         self.stream, self.home = device.stream_number(), device.current_stream()
         self._has_left = self._is_asking = False
+        self.has_room = True
+        """Whether each value that was to leave has had host memory."""
         self._go_along(0)
         self._fetched = bytearray(num_values)
         self._coming: dict[int, int] = {}
@@ -132,9 +136,8 @@ class ScheduledForward:
         """The last moved batch that the lane back has waited for."""
         self.task = _NO_BACKWARD
         self._num_backwards = 0
-        self._spans, self._rest_spans = list(filter(None, spans[:1])), list(filter(None, spans[1:]))
+        self._requested_spans, self._rest_spans = list(filter(None, spans[:1])), list(filter(None, spans[1:]))
         """Host memory of requested values, and of the rest."""
-        self._has_room = True
         self._lent: dict[int, list[KeptHandle]] = {}
         """For values with further requests, the tensors handed out over the fetched storage."""
         self.on_end: Callable[[], None] | None = None
@@ -168,25 +171,25 @@ class ScheduledForward:
 
     def _place(self, values: Sequence[int]) -> bool:
         """Prepare the next batch in host memory of its own; without any, this and all later ones stay on the device."""
-        if self._has_room:
+        if self.has_room:
             try:
                 self._take_memory(values)
             except HostMemoryError as error:
-                self._has_room = False
+                self.has_room = False
                 self.window.warn_no_host(self.sized.sizes_bytes[values[0]], error)
                 return False
             except BaseException:  # it may have taken memory that nothing holds yet
                 self.window.is_broken = True
                 raise
             self.placement.prepare([values], self.out, is_out=True)
-        return self._has_room
+        return self.has_room
 
     def _take_memory(self, values: Sequence[int]) -> None:
         sizes_bytes, rest, requested = self.sized.sizes_bytes, list[int](), list[int]()
         for value in values:
             if value not in self.placement.pieces:
                 (rest if value in self.schedule.rest else requested).append(value)
-        for new, spans in ((requested, self._spans), (rest, self._rest_spans)):
+        for new, spans in ((requested, self._requested_spans), (rest, self._rest_spans)):
             if new:
                 span = self.window.arena.take(total_rounded(map(sizes_bytes.__getitem__, new), ALIGNMENT_BYTES))
                 if span.staging is not None:  # copies would go past its buffers
@@ -199,21 +202,23 @@ class ScheduledForward:
                 self.placement.add(span, new, sizes_bytes)
 
     def resize(self, place: int, shape: torch.Size) -> None:
-        """Go on at another size from a place on: at one that is known, if nothing is held at this one yet."""
+        """Go on at another size from a place on, perhaps at a known one."""
+        known = self.schedule.size_beginning_with(self.sized.shapes[:place], shape)
+        fork, spans = self.sized.fork(self.schedule.saves[:place]), None
+        placed: Iterable[int] = fork.sizes_bytes
         if self.num_sent == 0 and self.held.count(None) == len(self.held):
-            known = self.schedule.find(self.sized.shapes[:place], shape)
-            spans = None if known is None else take_spans(self.window, self.schedule, known)
-            if known is not None and spans is not None:
-                before = self._spans + self._rest_spans
-                self._spans, self._rest_spans = list(filter(None, spans[:1])), list(filter(None, spans[1:]))
-                for span in before:
-                    self.window.arena.give(span)
-                self.sized, self.is_new = known, False
-                self.placement = self.schedule.place(known, spans, self.device, self.window.lanes)
-                self.out, self._back = self.placement.out, self.placement.back[0]
-                return
-        self.sized, self.is_new = self.sized.fork(self.schedule.saves[:place]), True
-        self.placement = self.placement.fork(self.sized.sizes_bytes, self.num_sent)
+            unused, self._requested_spans, self._rest_spans = [*self._requested_spans, *self._rest_spans], [], []
+            for span in unused:
+                self.window.arena.give(span)
+            placed, spans = (), None if known is None else take_spans(self.window, known)
+        elif known is not None and not known.includes(fork):
+            known = None
+        if known is None or spans is None:
+            self.placement = self.placement.fork(placed, self.num_sent)
+        else:
+            self._requested_spans, self._rest_spans = list(filter(None, spans[:1])), list(filter(None, spans[1:]))
+            self.placement = self.schedule.place(known, spans, self.device, self.window.lanes)
+        self.sized, self.is_new = known or fork, known is None
         self.out, self._back = self.placement.out, self.placement.back[0]
 
     def _release_next(self) -> None:
@@ -291,8 +296,16 @@ class ScheduledForward:
                 self.nodes = {}
                 self.keep_up(copies.num_sent[-1], copies.num_released[-1])
                 self.schedule.see_to_turns(self.placement)
-                if self.is_new and self._has_room:
-                    self.schedule.file(self.sized)
+                if self.is_new:
+                    self.schedule.sum_up(self.sized)
+                if self.has_room and self.sized is not self.schedule.sizes[0]:
+                    self.schedule.keep_size(self.sized)
+
+    @property
+    def stayed_bytes(self) -> int:
+        """Bytes that were to leave, and had no host memory."""
+        num_sent, batch_of, sizes_bytes = self.num_sent, self.schedule.batch_of, self.sized.sizes_bytes
+        return 0 if self.has_room else sum(sizes_bytes[value] for value in batch_of if batch_of[value] >= num_sent)
 
     @property
     def live_bytes(self) -> int:
@@ -313,6 +326,8 @@ class ScheduledForward:
     def _go_along(self, number: int) -> None:
         schedule = self.schedule
         self._copies, self._behind_of = schedule.parts[number], schedule.behind[number]
+        if not self.has_room:
+            self._copies, self._behind_of = schedule.part_of(number, self.num_sent)
         self._back = self.placement.back[number]
         self._cursor = self._num_fetched = 0
         self._asked = bytearray(schedule.num_values)
@@ -447,7 +462,7 @@ class ScheduledForward:
         if task != _NO_BACKWARD:
             self._awaiting[value] -= 1
             if self._awaiting[value] <= 0:
-                self._serve_last(value, storage)
+                self._serve_last(value, storage, save, alias)
         return tensor
 
     def _give_ready(self, value: int, tensor: Tensor) -> Tensor:
@@ -471,6 +486,8 @@ class ScheduledForward:
         number, num_known = self._num_backwards, len(self.schedule.parts)
         if number == 0:
             self.end_forward()
+            if not self.has_room:
+                self._go_along(0)
             late = self.schedule.copies.num_released_at_request
             if late > self.num_released and not self.was_stopped:
                 with self.at_home():
@@ -528,20 +545,24 @@ class ScheduledForward:
             note_no_room(error, format_mib(num_bytes), self.window.name)
             raise
 
-    def _serve_last(self, value: int, storage: torch.UntypedStorage) -> None:
-        """Drop the reference to a value whose last tensor was unpacked, unless its bytes are nowhere else."""
+    def _serve_last(self, value: int, storage: torch.UntypedStorage, save: ScheduledSave, alias: Tensor) -> None:
+        """Drop the reference to a value whose last tensor was unpacked, unless other handles need it."""
         if self._fetched[value]:
             self.held[value] = self._ready[value] = None
             self._fetched[value] = 0
             self._lent.pop(value, None)
             return
         number = self.schedule.batch_of[value]
-        if self.held[value] is None or number >= self.num_sent:
-            return  # it was not copied
-        self.held[value] = None
-        if number >= self.num_released:
-            self._leaving.append((storage, self.out[number]))
-            self.counts.served_bytes += storage.nbytes()
+        if self.held[value] is None:
+            return
+        if number < self.num_sent:
+            self.held[value] = None
+            if number >= self.num_released:
+                self._leaving.append((storage, self.out[number]))
+                self.counts.served_bytes += storage.nbytes()
+        elif self.schedule.is_alone[value]:  # it was not copied: its handle holds it
+            alias.data = self._over(storage, save)
+            self.held[value] = None
 
     def _let_go_of_served(self, *, wait: bool) -> None:
         device = self.device
@@ -584,19 +605,18 @@ class ScheduledForward:
 
     @mended
     def close(self, *, keeps_rest: bool = False) -> None:
-        spans = self._spans if keeps_rest else [*self._spans, *self._rest_spans]
+        spans = self._requested_spans if keeps_rest else [*self._requested_spans, *self._rest_spans]
         held = [span for span in spans if self.window.arena.has(span)]  # perhaps not, after an interrupt
-        if not (self._spans or self._rest_spans):
-            return
         self.let_go_of_sent()
         self._let_go_of_served(wait=True)
         self._give_up_fetched()
-        self.held = [None] * len(self.held)
+        kept = self.schedule.rest if keeps_rest else ()  # those that had no host memory
+        self.held = [storage if value in kept else None for value, storage in enumerate(self.held)]
         # by now it has waited for all copies, single ones included
         last = self.device.record_event(self.home, timed=False) if self.num_sent or self.alone else None
         for span in held:
             self.window.arena.give(span, last)
-        self._spans, self._rest_spans = [], self._rest_spans if keeps_rest else []
+        self._requested_spans, self._rest_spans = [], self._rest_spans if keeps_rest else []
 
     def mend(self) -> list[Span]:
         """Repair what an interrupt left (see [Note: interrupts] in `memkit.core.interrupts`); return its host memory."""
@@ -612,7 +632,7 @@ class ScheduledForward:
         self._lent.clear()
         self._leaving.clear()
         self.is_broken = False
-        return [*self._spans, *self._rest_spans]
+        return [*self._requested_spans, *self._rest_spans]
 
 
 def _end_backward(reference: weakref.ref[ScheduledForward], task: int, has_failed: bool) -> None:
