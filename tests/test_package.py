@@ -88,7 +88,7 @@ def test_layering_check_can_fail() -> None:
 
 MOST_LINES = {
     "": 475,
-    "activations": 11536,
+    "activations": 11548,
     "cli": 1243,
     "core": 2938,
     "device": 1442,

@@ -92,6 +92,29 @@ def test_other_lengths_follow_one_schedule(ratio: float, offloads: Offloads) -> 
     assert len(offload_states[TAG].windows()[0].traces) <= 2
 
 
+def test_lengths_that_never_repeat_follow_a_schedule_from_the_third_step_on(offloads: Offloads) -> None:
+    model, first = make_model(offloads.device), len(followed)
+    compare(model, range(30, 18, -2), lambda: offloads(0.5, window_bytes=None))
+    assert followed[first + 1 :: 2] == [False] * 2 + [True] * 4
+
+
+def test_what_others_hold_stays_and_does_not_count_at_any_size(offloads: Offloads) -> None:
+    x, found = leaf_on(offloads.device.torch_device), list[tuple[float, float]]()
+
+    def forward(units: int) -> tuple[Tensor, Tensor]:
+        held = chain(x, [units] * 3)
+        return held, chain(held.cos(), [units] * 6)
+
+    for units in (1, 2, 3, 4, 4):
+        wanted = gradient_of(forward(units)[1], x)
+        with offloads(1.0, window_bytes=None):
+            held, y = forward(units)
+        assert_same_bits([gradient_of(y, x)], [wanted])
+        found.append((offloads.moved_units / units, memkit.stats(TAG).unique_bytes / units / UNIT_BYTES))
+        del held, y
+    assert found == [(10, 10)] * 2 + [(7, 9)] * 3
+
+
 def test_batch_sizes_vary(offloads: Offloads) -> None:
     model = make_model(offloads.device)
     for batch in (3, 3, 3, 1, 5, 2):

@@ -544,12 +544,13 @@ class RatioDecider(RatioSoFar):
 
     def file_seen(self, seen: tuple[SeenSave, ...], under: object) -> None:
         trace, follower = self._filed, self.follower
-        if trace is None or trace is not follower.trace or not follower.is_whole or self._is_partial:
-            return  # a new forward is noted again
-        if seen and seen[-1].num_values == len(follower.keys):
+        if trace is None or self._is_partial or not seen or seen[-1].num_values != len(follower.keys):
+            return
+        if (trace is follower.trace and follower.is_whole) or self._traces.have_noted(seen):
             if trace.seen != seen:
                 trace.schedule = None
             trace.seen, trace.seen_under = seen, under
+        trace.noted = seen  # a new forward is noted again, perhaps at another size
 
 
 _MAX_VIEWS = 8

@@ -101,12 +101,13 @@ class Schedule:
         requests: Sequence[Sequence[int]],
         *,
         min_bytes: int | None = None,
+        held: Collection[int] = (),
     ) -> None:
         copies = self.copies = parts[0]
         self.parts, self.num_values, self._requests = parts, num_values, requests
         self.min_bytes = min_bytes
         """Values of other sizes move if they have as many bytes; None if forwards of other sizes do not follow it."""
-        self._leaving, self._window_bytes = leaving, window_bytes
+        self._leaving, self._held, self._window_bytes = leaving, held, window_bytes
         self.rest = leaving.difference(*requests)
         """Moved values that no backward asks for: they may outlive the backwards."""
         self.saves = self._saves(seen, leaving, device.torch_device)
@@ -197,7 +198,8 @@ class Schedule:
 
     def sum_up(self, sized: Sized) -> None:
         """Set the figures of a size that a whole forward has shown."""
-        leaving, sizes_bytes = self._leaving, sized.sizes_bytes
+        leaving, held = self._leaving, self._held
+        sizes_bytes = {value: num_bytes for value, num_bytes in sized.sizes_bytes.items() if value not in held}
         sized.unique_bytes = sum(sizes_bytes.values())
         sized.kept_bytes = sized.unique_bytes - sum(map(sizes_bytes.__getitem__, leaving))
         largest = max(sizes_bytes.values(), default=0)
@@ -253,7 +255,7 @@ class Schedule:
         copies, live_bytes, peak_bytes, num_released = self.copies, 0, 0, 0
         for save in self.saves:
             if save.value != NO_VALUE and save.is_first:
-                live_bytes += sizes_bytes[save.value]
+                live_bytes += sizes_bytes.get(save.value, 0)
             peak_bytes = max(peak_bytes, live_bytes)
             for batch in copies.out[num_released : save.num_released]:
                 live_bytes -= sum(map(sizes_bytes.__getitem__, batch))
@@ -327,7 +329,9 @@ def make_schedule(trace: Trace, plan: Plan, device: Device, *, window_bytes: int
     told = [(part, asked) for part, asked in told if part.requests] or told[:1]  # the others do nothing
     parts, asked_for = [part for part, _ in told], [asked for _, asked in told]
     vary = min_bytes if window_bytes is None else None
-    return Schedule(seen, window_bytes, leaving, parts, device, len(plan.saves), asked_for, min_bytes=vary)
+    return Schedule(
+        seen, window_bytes, leaving, parts, device, len(plan.saves), asked_for, min_bytes=vary, held=frozenset(trace.held)
+    )
 
 
 def _told(part: CopySchedule, asked: Sequence[int], visible: Collection[int]) -> CopySchedule:

@@ -178,6 +178,8 @@ class Trace:
     """For each backward of a forward, the value of each request, perhaps again."""
     seen: tuple[SeenSave, ...] | None = None
     """All that the hooks were given, if known: later forwards may follow a schedule."""
+    noted: tuple[SeenSave, ...] = ()
+    """The same of its last forward that was decided save by save: no schedule is made for what came once."""
     seen_under: object = None
     """The arguments that `seen` depends on; None to look again."""
     schedule: tuple[object, Any] | None = None
@@ -308,6 +310,11 @@ class Traces:
         if trace.ops is not None and calls:
             trace.ops.note_calls(calls, recording)
         return trace
+
+    def have_noted(self, seen: Sequence[SeenSave]) -> bool:
+        """Tell whether a forward has saved the same, but for sizes."""
+        known = (trace.noted for trace in self._known if len(trace.noted) == len(seen))
+        return any(all(map(SeenSave.is_alike, noted, seen)) for noted in known)
 
     def drop_report(self) -> None:
         self._known = [trace for trace in self._known if not trace.is_report]
