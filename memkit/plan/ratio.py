@@ -27,30 +27,32 @@ def check_ratio(ratio: object, *, where: str) -> float:
 
 
 def first_to_leave(
-    sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = ()
+    sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = (), is_spread: bool = False
 ) -> tuple[list[int], int]:
     """Return the indices of the saves that leave, and the bytes of all saves that are not held.
 
-    The shortest prefix of the saves whose bytes reach the share leaves. If the rest is smaller than the window, the latest of
-    the prefix stay as well, up to the window: they would still be on the device when the backward starts.
+    The shortest prefix of the saves whose bytes reach the share leaves; if it `is_spread`, the share of each prefix. If the
+    rest is smaller than the window, the latest stay as well, up to the window: they would still be on the device when the
+    backward starts.
     """
     movable = [index for index in range(len(sizes_bytes)) if index not in held]
     seen_bytes = sum(sizes_bytes[index] for index in movable)
-    wanted_bytes = ratio * seen_bytes * (1 - 1e-9)  # 0.1 is a little more than a tenth
     chosen: list[int] = []
-    offload_bytes = 0
+    offload_bytes = before_bytes = 0
     for index in movable:
-        if offload_bytes >= wanted_bytes:
-            break
-        chosen.append(index)
-        offload_bytes += sizes_bytes[index]
+        before_bytes += sizes_bytes[index]
+        if offload_bytes < ratio * (before_bytes if is_spread else seen_bytes) * (1 - 1e-9):  # 0.1 is more than a tenth
+            chosen.append(index)
+            offload_bytes += sizes_bytes[index]
     while chosen and seen_bytes - offload_bytes + sizes_bytes[chosen[-1]] <= window_bytes:
         offload_bytes -= sizes_bytes[chosen.pop()]
     return chosen, seen_bytes
 
 
-def plan_ratio(sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = ()) -> Plan:
-    chosen, seen_bytes = first_to_leave(sizes_bytes, ratio, window_bytes=window_bytes, held=held)
+def plan_ratio(
+    sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = (), is_spread: bool = False
+) -> Plan:
+    chosen, seen_bytes = first_to_leave(sizes_bytes, ratio, window_bytes=window_bytes, held=held, is_spread=is_spread)
     leaving, limit_bytes = frozenset(chosen), limit_of(seen_bytes, ratio, window_bytes)
     return Plan(
         saves=tuple(

@@ -115,6 +115,18 @@ def test_what_others_hold_stays_and_does_not_count_at_any_size(offloads: Offload
     assert found == [(10, 10)] * 2 + [(7, 9)] * 3
 
 
+@pytest.mark.parametrize("ratio", [0.2, 0.5])
+def test_share_that_leaves_is_that_of_the_ratio_whichever_of_two_lengths_is_longer(ratio: float, offloads: Offloads) -> None:
+    x, shares = leaf_on(offloads.device.torch_device), list[float]()
+    draw = random.Random(0)
+    for _ in range(20):
+        units = [draw.randint(1, 6)] * 12 + [draw.randint(1, 6)] * 12
+        wanted = step(x, units)
+        assert_same_bits(step(x, units, lambda: offloads(ratio, window_bytes=None)), wanted)
+        shares.append(memkit.stats(TAG).ratio_reached)
+    assert all(abs(share - ratio) < 0.06 for share in shares[-12:]), shares
+
+
 def test_batch_sizes_vary(offloads: Offloads) -> None:
     model = make_model(offloads.device)
     for batch in (3, 3, 3, 1, 5, 2):

@@ -54,6 +54,19 @@ def test_leaves_what_brute_force_finds(sizes: list[int], percent: int, window: i
 
 
 @settings(max_examples=50)
+@given(sizes_of_saves, percents, held_saves)
+def test_what_is_spread_leaves_the_share_of_each_beginning(sizes: list[int], percent: int, held: frozenset[int]) -> None:
+    plan = plan_ratio(sizes, percent / 100, window_bytes=0, held=held, is_spread=True)
+
+    seen = moved = largest = 0
+    for index in sorted(set(range(len(sizes))) - held):
+        seen, largest = seen + sizes[index], max(largest, sizes[index])
+        moved += sizes[index] if index in leaving(plan) else 0
+        assert percent * seen <= 100 * moved <= percent * seen + 100 * largest
+    assert leaving(plan).isdisjoint(held)
+
+
+@settings(max_examples=50)
 @given(sizes_of_saves, percents, windows, held_saves)
 def test_totals_are_those_of_the_actions(sizes: list[int], percent: int, window: int, held: frozenset[int]) -> None:
     plan = plan_ratio(sizes, percent / 100, window_bytes=window, held=held)

@@ -72,6 +72,10 @@ class Sized:
         self.host_bytes = 0, 0
         """Its bytes in the arena, in one span for requested values and one for the rest; 0 for none."""
 
+    @property
+    def share_kept(self) -> float:
+        return self.kept_bytes / max(self.unique_bytes, 1)
+
     def fork(self, saves: Sequence[ScheduledSave]) -> Sized:
         """Return one that has the same first saves."""
         made, values = Sized(), {save.value for save in saves}

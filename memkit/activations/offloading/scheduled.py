@@ -45,6 +45,8 @@ def wait_for(batch: CopyBatch) -> None:
 
 
 _NO_BACKWARD = -1
+_MOST_OFF = 0.05
+"""The share of bytes that stays may differ by so much between sizes."""
 _NO_CONTEXT = nullcontext()
 
 
@@ -298,6 +300,8 @@ class ScheduledForward:
                 self.schedule.see_to_turns(self.placement)
                 if self.is_new:
                     self.schedule.sum_up(self.sized)
+                    if abs(self.sized.share_kept - self.schedule.first.share_kept) > _MOST_OFF and not self.trace.is_spread:
+                        self.trace.is_spread, self.trace.schedule = True, None
                 if self.has_room and self.sized is not self.schedule.sizes[0]:
                     self.schedule.keep_size(self.sized)
 

@@ -193,7 +193,9 @@ class Trace:
     """Facts for the room that has planned such steps: they are no part of the sequence."""
     is_worth_a_plan: bool = True
     """It may come again: a model that takes another path each time is not planned each time."""
-    _plan: tuple[tuple[float, int | None, int], Plan] | None = None
+    is_spread: bool = False
+    """The share of its first saves differs between sizes, as with two lengths: some of all saves leave."""
+    _plan: tuple[tuple[object, ...], Plan] | None = None
 
     def await_whole(self) -> None:
         """A forward deviated to this one from another's schedule: look at the next ones whole, if it may come again. It may if
@@ -218,12 +220,13 @@ class Trace:
 
     def plan(self, ratio: float, window_bytes: int | None) -> Plan:
         """Return the kept and moved values. A window of None is twice the largest storage."""
-        asked = (ratio, window_bytes, len(self.held))  # `held` only grows
+        asked = (ratio, window_bytes, len(self.held), self.is_spread)  # `held` only grows
         if self._plan is None or self._plan[0] != asked:  # a schedule may ask for another ratio each time
             sizes = [key.num_bytes for key in self.keys]
             largest = max((size for index, size in enumerate(sizes) if index not in self.held), default=0)
             window = 2 * largest if window_bytes is None else window_bytes
-            self._plan = (asked, plan_ratio(sizes, ratio, window_bytes=window, held=frozenset(self.held)))
+            held = frozenset(self.held)
+            self._plan = (asked, plan_ratio(sizes, ratio, window_bytes=window, held=held, is_spread=self.is_spread))
         return self._plan[1]
 
     def forecast(self, plan: Plan | None, limit_bytes: int) -> Forecast | None:
