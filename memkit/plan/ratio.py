@@ -27,22 +27,23 @@ def check_ratio(ratio: object, *, where: str) -> float:
 
 
 def first_to_leave(
-    sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = (), is_spread: bool = False
+    sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = (), weights: Sequence[float] = ()
 ) -> tuple[list[int], int]:
     """Return the indices of the saves that leave, and the bytes of all saves that are not held.
 
-    The shortest prefix of the saves whose bytes reach the share leaves; if it `is_spread`, the share of each prefix. If the
-    rest is smaller than the window, the latest stay as well, up to the window: they would still be on the device when the
+    The shortest prefix of the saves whose bytes reach the share leaves; with `weights`, the share of those of each prefix. If
+    the rest is smaller than the window, the latest stay as well, up to the window: they would still be on the device when the
     backward starts.
     """
     movable = [index for index in range(len(sizes_bytes)) if index not in held]
     seen_bytes = sum(sizes_bytes[index] for index in movable)
     chosen: list[int] = []
-    offload_bytes = before_bytes = 0
+    offload_bytes, left, before = 0, 0.0, 0.0 if weights else seen_bytes
     for index in movable:
-        before_bytes += sizes_bytes[index]
-        if offload_bytes < ratio * (before_bytes if is_spread else seen_bytes) * (1 - 1e-9):  # 0.1 is more than a tenth
+        before += weights[index] if weights else 0
+        if left < ratio * before * (1 - 1e-9):  # 0.1 is a little more than a tenth
             chosen.append(index)
+            left += weights[index] if weights else sizes_bytes[index]
             offload_bytes += sizes_bytes[index]
     while chosen and seen_bytes - offload_bytes + sizes_bytes[chosen[-1]] <= window_bytes:
         offload_bytes -= sizes_bytes[chosen.pop()]
@@ -50,9 +51,9 @@ def first_to_leave(
 
 
 def plan_ratio(
-    sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = (), is_spread: bool = False
+    sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = (), weights: Sequence[float] = ()
 ) -> Plan:
-    chosen, seen_bytes = first_to_leave(sizes_bytes, ratio, window_bytes=window_bytes, held=held, is_spread=is_spread)
+    chosen, seen_bytes = first_to_leave(sizes_bytes, ratio, window_bytes=window_bytes, held=held, weights=weights)
     leaving, limit_bytes = frozenset(chosen), limit_of(seen_bytes, ratio, window_bytes)
     return Plan(
         saves=tuple(

@@ -55,8 +55,10 @@ def test_leaves_what_brute_force_finds(sizes: list[int], percent: int, window: i
 
 @settings(max_examples=50)
 @given(sizes_of_saves, percents, held_saves)
-def test_what_is_spread_leaves_the_share_of_each_beginning(sizes: list[int], percent: int, held: frozenset[int]) -> None:
-    plan = plan_ratio(sizes, percent / 100, window_bytes=0, held=held, is_spread=True)
+def test_weights_spread_what_leaves_over_the_share_of_each_beginning(
+    sizes: list[int], percent: int, held: frozenset[int]
+) -> None:
+    plan = plan_ratio(sizes, percent / 100, window_bytes=0, held=held, weights=[float(size) for size in sizes])
 
     seen = moved = largest = 0
     for index in sorted(set(range(len(sizes))) - held):

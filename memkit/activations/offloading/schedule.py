@@ -72,9 +72,8 @@ class Sized:
         self.host_bytes = 0, 0
         """Its bytes in the arena, in one span for requested values and one for the rest; 0 for none."""
 
-    @property
-    def share_kept(self) -> float:
-        return self.kept_bytes / max(self.unique_bytes, 1)
+    def off_by(self, ratio: float) -> float:
+        return abs(1 - self.kept_bytes / max(self.unique_bytes, 1) - ratio)
 
     def fork(self, saves: Sequence[ScheduledSave]) -> Sized:
         """Return one that has the same first saves."""

@@ -46,7 +46,7 @@ def wait_for(batch: CopyBatch) -> None:
 
 _NO_BACKWARD = -1
 _MOST_OFF = 0.05
-"""The share of bytes that stays may differ by so much between sizes."""
+"""The share of bytes that leaves may differ by so much from the ratio, or by as much as at the size that was planned."""
 _NO_CONTEXT = nullcontext()
 
 
@@ -300,10 +300,16 @@ class ScheduledForward:
                 self.schedule.see_to_turns(self.placement)
                 if self.is_new:
                     self.schedule.sum_up(self.sized)
-                    if abs(self.sized.share_kept - self.schedule.first.share_kept) > _MOST_OFF and not self.trace.is_spread:
-                        self.trace.is_spread, self.trace.schedule = True, None
+                    self._keep_to_ratio()
                 if self.has_room and self.sized is not self.schedule.sizes[0]:
                     self.schedule.keep_size(self.sized)
+
+    def _keep_to_ratio(self) -> None:
+        """If at this size another share leaves than the ratio, make the schedule once more, for both sizes."""
+        schedule, trace, sized, ratio = self.schedule, self.trace, self.sized, self.counts.ratio
+        if not trace.others_bytes and sized.off_by(ratio) > max(schedule.first.off_by(ratio), _MOST_OFF):
+            others_bytes = [sized.sizes_bytes.get(value, 0) for value in range(schedule.num_values)]
+            trace.others_bytes, trace.schedule = others_bytes, None
 
     @property
     def stayed_bytes(self) -> int:

@@ -193,8 +193,8 @@ class Trace:
     """Facts for the room that has planned such steps: they are no part of the sequence."""
     is_worth_a_plan: bool = True
     """It may come again: a model that takes another path each time is not planned each time."""
-    is_spread: bool = False
-    """The share of its first saves differs between sizes, as with two lengths: some of all saves leave."""
+    others_bytes: Sequence[int] = ()
+    """Bytes of its saves at a size of which its first saves are another share, as with two lengths: some of all saves leave."""
     _plan: tuple[tuple[object, ...], Plan] | None = None
 
     def await_whole(self) -> None:
@@ -220,13 +220,14 @@ class Trace:
 
     def plan(self, ratio: float, window_bytes: int | None) -> Plan:
         """Return the kept and moved values. A window of None is twice the largest storage."""
-        asked = (ratio, window_bytes, len(self.held), self.is_spread)  # `held` only grows
+        asked = (ratio, window_bytes, len(self.held), not self.others_bytes)  # `held` only grows
         if self._plan is None or self._plan[0] != asked:  # a schedule may ask for another ratio each time
             sizes = [key.num_bytes for key in self.keys]
             largest = max((size for index, size in enumerate(sizes) if index not in self.held), default=0)
             window = 2 * largest if window_bytes is None else window_bytes
-            held = frozenset(self.held)
-            self._plan = (asked, plan_ratio(sizes, ratio, window_bytes=window, held=held, is_spread=self.is_spread))
+            held, (total, other_total) = frozenset(self.held), map(sum, (sizes, self.others_bytes))
+            weights = [own / total + other / other_total for own, other in zip(sizes, self.others_bytes, strict=False)]
+            self._plan = (asked, plan_ratio(sizes, ratio, window_bytes=window, held=held, weights=weights))
         return self._plan[1]
 
     def forecast(self, plan: Plan | None, limit_bytes: int) -> Forecast | None:
