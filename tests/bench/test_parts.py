@@ -213,7 +213,7 @@ def test_ratios_of_steps_that_vary(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert [line["way"] for line in offloaded] == ["CPUOffload(0.1)", "CPUOffload(0.3)", "CPUOffload(1)"]
     assert all(line["later_to_roofline"] <= line["later_to_plain"] for line in offloaded)
-    assert offloaded[-1]["shares_moved"] == [1.0] * 5
+    assert offloaded[-1]["shares_moved"][:2] == [1.0] * 2  # later ones stay within the window
     assert (remat["num_checkpointed"], remat["num_layers"]) == (0, 4)  # their peaks are counted on a GPU alone
 
 
