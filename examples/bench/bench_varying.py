@@ -5,7 +5,8 @@
     python examples/bench/bench_varying.py --only qwen3 --contexts offload remat
     python examples/bench/bench_varying.py --tiny     # shows that all of it runs, without a GPU, and nothing else
 
-Steps of all ways take turns over the same batches, with head and loss in the context, which is made anew in each step.
+Steps of all ways take turns over the same batches, with head and loss in the context, which is made anew in each step. An
+untimed plain step goes before them: at a new length, kernels are chosen and planned for up to 150 ms, whoever comes first.
 
     budget    a `MemoryBudget` beside plain steps and all layers checkpointed: 1.02 of the peak with all layers checkpointed on
               the largest batch, or `--share` of the plain peak, or the peak with `--layers` layers checkpointed
@@ -263,6 +264,7 @@ def under_budget(varying: Varying) -> list[Line]:
         found: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
         recorded, followed, replayed = 0, 0, list[float]()
         for tokens in all_tokens:
+            step_of(model, tokens, plain, device, peak)
             for way, engine in ways.items():
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
@@ -297,6 +299,7 @@ def over_roofline(varying: Varying) -> Iterator[Line]:
     alone, found = list[Step](), {ratio: list[Step]() for ratio in RATIOS}
     least_s, shares = {ratio: list[float]() for ratio in RATIOS}, {ratio: list[float]() for ratio in RATIOS}
     for tokens in varying.batches:
+        varying.step(tokens, plain)
         by_itself = varying.step(tokens, plain)
         alone.append(by_itself)
         for ratio, tag in tags.items():
@@ -339,6 +342,7 @@ def over_spaced(varying: Varying) -> Iterator[Line]:
     by_hand = ways[len(layers) if count is None else count]
     found, others = list[Step](), list[Step]()
     for tokens in varying.batches:
+        varying.step(tokens, plain)
         found.append(varying.step(tokens, engine))
         others.append(varying.step(tokens, by_hand))
         varying.say(tokens, {"remat": found[-1].step_s, f"{count} checkpointed": others[-1].step_s})

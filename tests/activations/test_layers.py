@@ -248,6 +248,8 @@ def test_step_of_a_new_size_takes_few_calls_for_each_layer(context: Contexts, mo
 def test_steps_of_other_kinds_are_exact(
     train: Callable[[Net, Device, Make], None], context: Contexts, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if train.__name__ == "double_backward_outside" and device.torch_device.type == "cuda":
+        pytest.skip("in which order a second backward sums depends on how many nodes the engine's thread has ever made")
     monkeypatch.setattr(state, "_OFTEN", 1000)  # sizes that come again are not recorded
     net, make = _net(device), functools.partial(context, "kinds", device)
     _learn_in_vain(net, make, device)
