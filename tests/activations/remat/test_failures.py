@@ -120,6 +120,16 @@ def test_verification_names_the_op_and_the_module(device: Device, remat_on: Rema
         loss.backward()
 
 
+def test_verification_compares_each_call_of_an_op(device: Device, remat_on: Remat) -> None:
+    x, root = inputs_on(device.torch_device)
+    with remat_on("1B", "each", verify=True):
+        loss = (root.detach().sin() * x.sin()[:1]).exp().sum()
+    x.data.add_(1)  # no counter tells
+
+    with pytest.raises(memkit.errors.ReplayMismatchError, match=r"aten\.sin.* gave another result"):
+        loss.backward()
+
+
 def test_op_that_makes_another_size_when_it_runs_again_raises(device: Device, remat_on: Remat) -> None:
     Fickle.num_calls = 0
     x, _ = inputs_on(device.torch_device)

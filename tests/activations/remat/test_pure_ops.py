@@ -168,7 +168,8 @@ def test_wish_to_recompute_what_an_unknown_op_made_is_answered() -> None:
 # What else an op may do
 
 
-def test_op_that_returns_its_own_state_again_is_refused_where_that_was_needed() -> None:
+@pytest.mark.parametrize("is_made_within", [False, True])
+def test_op_that_returns_its_own_state_again_is_refused_where_that_was_needed(is_made_within: bool) -> None:
     """The same storage holds other bytes at each call, and no counter tells."""
     state = torch.zeros(8, 32)
     library = torch.library.Library("memkit_state", "DEF")
@@ -189,9 +190,11 @@ def test_op_that_returns_its_own_state_again_is_refused_where_that_was_needed() 
         return y.sum()
 
     def run(num_times: int, context: AbstractContextManager[object]) -> list[Tensor]:
+        nonlocal state
         state.zero_()
         x, w = inputs_on(torch.device("cpu"))
         with context:
+            state = x.detach() * 0 if is_made_within else state
             loss = computation(x, w, num_times=num_times)
         loss.backward()
         return [loss.detach(), x.grad, w.grad]

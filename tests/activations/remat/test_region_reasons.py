@@ -120,6 +120,14 @@ class Normed(Block):
         return self.norm(hidden)
 
 
+class Differentiates(Block):
+    """Adds to the gradient of a weight."""
+
+    def beside(self, hidden: Tensor) -> Tensor:
+        self.up.bias.sum().backward()
+        return hidden
+
+
 class Twice(Model):
     """Calls its blocks twice."""
 
@@ -211,6 +219,7 @@ class Adds(nn.Module):
 
 REASONS: dict[str, tuple[Callable[[], nn.Module], type[nn.Module], str]] = {
     "gives what it reads": (lambda: Model(Block), Block, ""),
+    "differentiates": (lambda: Model(Differentiates), Block, "an op in it cannot run twice"),
     "called twice, writing to its buffers": (lambda: Twice(Normed), Block, ""),
     "reads a global": (lambda: MakesGates(Gated), Block, "it reads what it was not given"),
     "leaves a result elsewhere": (lambda: Sums(Tells), Block, "what it makes is used elsewhere"),
@@ -301,3 +310,27 @@ def test_call_whose_weights_are_written_later_is_none(
         with remat_on(0.4, "clamps", min_bytes=1):
             model(x).sum()
     assert reasons("clamps", block) == {"its weights are written after it has run"}
+
+
+class Halves(nn.Sequential):
+    """Halves what each child returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x) * 0.5
+        return x
+
+
+@pytest.mark.parametrize(("kind", "spans"), [(nn.Sequential, ["0:2", "2:4"]), (Halves, [])])
+def test_neighbours_that_a_sequential_calls_in_turn_are_spans(
+    kind: type[nn.Sequential], spans: list[str], device: Device, remat_on: Remat
+) -> None:
+    model, x = kind(nn.Tanh(), nn.Sigmoid(), nn.Tanh(), nn.Sigmoid()), torch.randn(8, 32, requires_grad=True)
+    for _ in range(2):
+        with remat_on(0.4, "spans", min_bytes=1):
+            model(x).sum()
+            with torch.no_grad():
+                model(x)
+    (trace,) = remat_states["spans"].traces
+
+    assert [span.call.name for span in trace.ops.spans] == spans
