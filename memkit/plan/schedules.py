@@ -86,7 +86,6 @@ class _FitMemory:
             self._has_warned = self._is_settled = True
             return 1.0
         if self._is_settled:  # something else has changed
-            self._fitting.clear()
             return min(1.0, self.ratio + _MAX_STEP / 2)
         self._too_low = self.ratio
         return self._between(self.ratio, self._fitting[-1][0] if self._fitting else 1.0)

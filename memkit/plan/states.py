@@ -154,8 +154,6 @@ def interleaved(pieces: Sequence[StatePiece]) -> list[int]:
     would be stepped at the end, when nothing is left to move."""
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident]
     staying = [index for index, piece in enumerate(pieces) if piece.is_resident]
-    if not moving or not staying:
-        return list(range(len(pieces)))
     moving_numel, staying_numel = (sum(pieces[index].numel for index in those) for those in (moving, staying))
     order: list[int] = []
     moved = stepped = num_taken = 0

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from memkit.plan.chunks import ALIGNMENT_BYTES, HEADER_BYTES, Residency, lay_out
@@ -77,6 +77,7 @@ def steps(draw: st.DrawFn) -> Step:
 
 @settings(max_examples=60)
 @given(steps())
+@example(Step({0: 1, 1: 1}, frozenset({0, 1}), [0, 1], {1: 2}, [1, 0], 8))  # one is ready at the end
 def test_forward_of_any_step(step: Step) -> None:
     copies = step.schedule()
 

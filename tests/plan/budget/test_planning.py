@@ -24,6 +24,7 @@ from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.budget.search import floor_bytes, without_needless_moves
 from memkit.plan.budget.simulate import Simulated, simulate
 from memkit.plan.plans import MemoryPlan
+from memkit.plan.step import trace_from_plain, trace_to_plain
 from tests.plan.budget.steps import MIB, gpu, layers, make_trace, random_trace
 from tests.plan.test_front import resnet50
 
@@ -248,6 +249,7 @@ def test_budget_that_is_too_small_names_the_least_and_what_fills_it() -> None:
     assert caught.value.smallest_bytes == least_budget(problem)
     text = str(caught.value)
     assert text.startswith("a budget of 20.00 MiB cannot be kept to: the smallest that a plan was found for is ")
+    assert ", and none takes less than 86.00 MiB. " in text
     assert re.search(r"Most is there in layers\.\d, while op\d+ runs: \d+\.00 MiB of gradients and temporaries, ", text)
     assert text.endswith("10.00 MiB that is there all along")
 
@@ -289,11 +291,12 @@ def test_moments_are_saves_and_requests_and_totals_those_of_the_values() -> None
     assert made == {value.value for value in plan.values if value.action is RECOMPUTE}
 
 
-def test_json_gives_the_plan_back() -> None:
+def test_json_gives_the_plan_and_the_step_back() -> None:
     problem = make_problem(layers(6), gpu(20_000))
     plan = plan_budget_jointly(problem, round(0.5 * problem.plain_peak_bytes))
 
     assert MemoryPlan.from_json(plan.to_json()) == plan
+    assert trace_from_plain(json.loads(json.dumps(trace_to_plain(problem.trace)))) == problem.trace
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from memkit.plan import Action
 from memkit.plan.budget.problem import Problem, make_problem
-from memkit.plan.budget.simulate import simulate
+from memkit.plan.budget.simulate import ReplayCosts, simulate
 from tests.plan.budget import reference
 from tests.plan.budget.steps import MIB, gpu, make_trace, random_trace
 
@@ -35,6 +35,7 @@ def test_plain_step_takes_what_the_trace_says() -> None:
     assert plain.peak_bytes == 40 * MIB == problem.plain_peak_bytes == problem.trace.peak_bytes
     assert not plain.moves
     assert not plain.replays
+    assert simulate(problem, problem.plain, EVERYTHING, most_replayed_s=0.0) == plain
 
 
 def test_dropped_value_is_gone_from_its_last_reader_to_its_request() -> None:
@@ -96,3 +97,16 @@ def test_bytes_and_seconds_are_those_of_the_reference(seed: int) -> None:
     moved = [index for index, action in enumerate(found.actions) if action is OFFLOAD]
     assert sorted(move.index for move in found.moves) == moved
     assert all(move.copy <= move.let_go <= problem.num_forward_points <= move.fetch <= move.need for move in found.moves)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_price_of_a_value_is_what_its_ops_take_and_changes_no_other(seed: int) -> None:
+    problem = make_problem(random_trace(seed), gpu())
+    actions, _ = draw(problem, seed)
+    costs = ReplayCosts(problem, actions)
+    for index, (held, action) in enumerate(zip(problem.values, actions, strict=True)):
+        is_dropped = action is RECOMPUTE
+        other = [*actions[:index], KEEP if is_dropped else RECOMPUTE, *actions[index + 1 :]]
+        more_s = -costs.gain(held.value) if is_dropped else costs.cost(held.value)
+
+        assert more_s == pytest.approx(ReplayCosts(problem, other).seconds - ReplayCosts(problem, actions).seconds, abs=1e-12)
