@@ -237,6 +237,7 @@ def compare(
         for given in [batches] * num_steps if optimizer is None else [[batch] for batch in batches] * num_steps:
             found, expected = step(model, given), step(plain, given)
             if optimizer is not None:
+                assert any(isinstance(parameter.grad, SteppedGradient) for parameter in model.parameters())
                 expected = {name: tensor for name, tensor in expected.items() if not name.startswith("grad")}
                 optimizer.step()
                 optimizer.zero_grad()

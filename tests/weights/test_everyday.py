@@ -17,9 +17,11 @@ import pytest
 import torch
 import torch.multiprocessing
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import memkit
 from memkit.core.hooks import innermost_pack, stacked_owners
+from memkit.core.owners import owner_of
 from memkit.core.tensors import parts_of
 from memkit.device import Device, ReferenceDevice
 from tests.weights.cases import TRAIN, WIDTH, Stack, assert_same, inputs, only_lora, run_step, stack, streamed
@@ -97,6 +99,45 @@ def test_what_is_kept_until_closed_goes_with_it(device: Device) -> None:
     model(inputs(device)[0])
 
     assert seen == ["open"]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode, FlopCounterMode])
+def test_weights_are_in_a_slot_while_their_layer_runs(mode: Callable[[], Any], device: Device) -> None:
+    found = []
+    with streamed(_model(device), device) as (model, _, (batch, _), _):
+        for layer in model.layers:
+            layer.up.register_forward_hook(lambda up, *_: found.append(owner_of(up.weight.untyped_storage()) is not None))
+        with mode():
+            model(batch)
+
+    assert found == [True] * len(model.layers)
+
+
+def test_gather_reads_and_writes(device: Device) -> None:
+    with streamed(_model(device), device, num_slots=2) as (model, plain, batches, offload):
+        run_step(model, batches)
+        run_step(plain, batches)
+        with offload.gather("layers.1") as layer:
+            assert layer is model.layers[1]
+            assert torch.equal(layer.up.weight.cpu(), plain.layers[1].up.weight.cpu())
+            layer.up.weight.data.mul_(2)
+        with offload.gather(model.layers[2]) as layer, torch.no_grad():
+            layer.norm.bias.add_(1)
+        plain.layers[1].up.weight.data.mul_(2)
+        with torch.no_grad():
+            plain.layers[2].norm.bias.add_(1)
+
+        assert_same(run_step(model, batches), run_step(plain, batches))
+
+
+def test_gather_of_a_resident_layer_and_of_none(device: Device) -> None:
+    model = _model(device)
+    missing = r"gather: 'layers.9' is not one of the layers \(layers.0, "
+    with memkit.LayerOffload(model, num_resident=4, device=device) as offload:
+        with offload.gather("layers.0") as layer:
+            assert layer is model.layers[0]
+        with pytest.raises(ValueError, match=missing), offload.gather("layers.9"):
+            pass
 
 
 def test_closed_one_does_not_gather(device: Device) -> None:

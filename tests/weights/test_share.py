@@ -18,10 +18,9 @@ from torch.optim import optimizer as torch_optimizer
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio
-from memkit.plan.residency import predict_step
 from memkit.weights import shares as choice_module
 from memkit.weights.host_copies import DevicePlacement
-from memkit.weights.shares import StepTimes, plan_measured
+from memkit.weights.shares import StepTimes
 from tests.clock import Clock, set_clock
 from tests.weights.cases import (
     WIDTH,
@@ -227,45 +226,6 @@ def test_layers_are_timed(resident: int, monkeypatch: pytest.MonkeyPatch) -> Non
     assert stats.predicted_s == plan.predicted_s
     assert stats.actual_s == pytest.approx(0.048, rel=1e-3)
     assert stats.actual_peak_bytes is not None
-
-
-def _times(forward_s: float = 1.0, peak_bytes: int | None = 20 * MIB, speed: float = 4.0 * MIB) -> StepTimes:
-    return StepTimes(
-        forward_s={str(index): forward_s for index in range(12)},
-        backward_s={str(index): 2 * forward_s for index in range(12)},
-        taken_s=1.0,
-        h2d_bytes_per_s=speed,
-        peak_bytes=peak_bytes,
-    )
-
-
-def _chosen(times: StepTimes, *, capacity_bytes: int | None = None, train: str = "frozen") -> int:
-    """Return how many of twelve layers of 1 MiB stream."""
-    costs = [
-        LayerCosts(name=name, num_bytes=MIB, forward_s=times.forward_s[name], backward_s=times.backward_s[name])
-        for name in times.forward_s
-    ]
-    all_stream = plan_streamed_ratio(costs, 1.0, num_slots=3)
-    return len(plan_measured(costs, times, all_stream, train=train, num_slots=3, capacity_bytes=capacity_bytes).streamed)
-
-
-def test_most_that_hides_is_chosen() -> None:
-    assert _chosen(_times()) == 12
-    slow = _chosen(_times(speed=MIB / 2))
-    assert 0 < slow < 12
-    costs = [LayerCosts(name=name, num_bytes=MIB, forward_s=1.0, backward_s=2.0) for name in _times().forward_s]
-    plan = plan_streamed_ratio(costs, slow / 12, num_slots=3, link_bytes_per_s=MIB / 2)
-    streamed = [index for index, layer in enumerate(costs) if layer.name in plan.streamed]
-    assert predict_step(costs, streamed, plan.slot_bytes, MIB / 2).total_s <= 1.01 * 36
-
-
-@pytest.mark.parametrize(("train", "num_streamed"), [("frozen", 8), ("host", 11)])
-def test_least_that_fits_is_chosen_where_there_is_no_room(train: str, num_streamed: int) -> None:
-    times = _times(speed=MIB / 100)  # next to nothing hides
-    assert _chosen(times, train=train) < 4
-    # 20 MiB with 3 slots in it: 4 MiB are left, for four layers, or for one with its gradient and its optimizer's state
-    assert _chosen(times, train=train, capacity_bytes=int(24.01 * MIB / 0.95)) == num_streamed
-    assert _chosen(times, train=train, capacity_bytes=10 * MIB) == 12
 
 
 def test_capacity_is_that_of_the_device(half: Choice) -> None:

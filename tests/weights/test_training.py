@@ -163,10 +163,12 @@ def test_grad_scaler(train: str, optimizer: str, unscales: bool, device: Device)
     plain = stack(train).to(device.torch_device)
     model = copy.deepcopy(plain)
     batches = [*inputs(device, 3), torch.full_like(inputs(device)[0], float("inf")), *inputs(device, 1)]
+    scales = list[bool]()
     with memkit.LayerOffload(model, device=device, offload_ratio=0.5, train=train):
         for one in (plain, model):
             scaler = memkit.GradScaler(device.torch_device.type, init_scale=2.0**10)
             made = _SCALED[optimizer]([p for p in one.parameters() if p.requires_grad])
+            made.register_step_pre_hook(lambda made, *_: scales.append(hasattr(made, "grad_scale")))
             for batch in batches:
                 scaler.scale(one(batch).square().mean()).backward()
                 if unscales:
@@ -176,6 +178,7 @@ def test_grad_scaler(train: str, optimizer: str, unscales: bool, device: Device)
                 scaler.update()
                 made.zero_grad()
             assert scaler.get_scale() == 2.0**9  # the one step with infinities was left out
+        assert scales == [False] * 8  # it would come to the host unwaited for
         # The host's optimizer may round otherwise than the device's.
         is_exact = train == "frozen" or device.torch_device.type == "cpu"
         for name, tensor in plain.state_dict().items():

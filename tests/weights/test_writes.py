@@ -206,23 +206,6 @@ def test_parameter_of_another_shape_in_the_same_storage_raises(change: str, devi
             model(batch)
 
 
-def test_gather_reads_and_writes(device: Device) -> None:
-    with streamed(_model(), device, num_slots=2) as (model, plain, batches, offload):
-        run_step(model, batches)
-        run_step(plain, batches)
-        with offload.gather("layers.1") as layer:
-            assert layer is model.layers[1]
-            assert torch.equal(layer.up.weight.cpu(), _weight(plain).cpu())
-            layer.up.weight.data.mul_(2)
-        with offload.gather(model.layers[2]) as layer, torch.no_grad():
-            layer.norm.bias.add_(1)
-        _weight(plain).data.mul_(2)
-        with torch.no_grad():
-            plain.layers[2].norm.bias.add_(1)
-
-        assert_same(run_step(model, batches), run_step(plain, batches))
-
-
 def test_writes_in_gather_make_old_graphs_raise(device: Device) -> None:
     model, batch = _model().to(device.torch_device), inputs(device)[0]
 
@@ -251,16 +234,6 @@ def test_write_in_the_backward_of_the_layer_stays(gathers: bool, device: Device)
         hook.remove()
         assert torch.equal(model.layers[2].norm.bias, expected.cpu())
     assert torch.equal(model.layers[2].norm.bias, expected)
-
-
-def test_gather_of_a_resident_layer_and_of_none(device: Device) -> None:
-    model = _model()
-    missing = r"gather: 'layers.9' is not one of the layers \(layers.0, "
-    with memkit.LayerOffload(model, num_resident=4, device=device) as offload:
-        with offload.gather("layers.0") as layer:
-            assert layer is model.layers[0]
-        with pytest.raises(ValueError, match=missing), offload.gather("layers.9"):
-            pass
 
 
 UNSEEN = pytest.mark.xfail(strict=True, reason="no counter shows a write through .data, and slots forget between forwards only")
