@@ -19,6 +19,7 @@ from tests.states.cases import (
     EightBit,
     Net,
     Pair,
+    Rebinding,
     assert_same,
     assert_same_training,
     batch,
@@ -90,6 +91,18 @@ def test_nothing_to_offload_moves_nothing(device: Device) -> None:
         assert states.stats().host_bytes == 0
         train(model, optimizer, device, range(2))
     assert not hooks()
+
+
+@pytest.mark.parametrize("overlap_forward", [False, True])
+def test_step_without_a_gradient_counts_as_the_plain_one(overlap_forward: bool, device: Device) -> None:
+    pair = Pair(device, Rebinding)
+    with offload(pair.optimizer, device, overlap_forward=overlap_forward):
+        for number in range(3):
+            for _, optimizer in pair:
+                optimizer.step()
+            pair.train([number])
+        assert pair.optimizer.num_steps == pair.plain_optimizer.num_steps == 6
+        pair.assert_same()
 
 
 def test_closure_is_run_once(device: Device) -> None:
