@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.plan.asked import problem_of, trace_of
-from memkit.plan.budget.planning import JointPlanner
 from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.front import (
     CheckpointedBlocks,
@@ -28,7 +27,6 @@ from memkit.plan.front import (
     evenly,
     fewest_that_fit,
     largest,
-    make_front,
     to_text,
     with_checkpoints,
 )
@@ -164,15 +162,6 @@ def test_the_fewest_that_fit_are_taken() -> None:
     assert fewest_that_fit([one, two], 69, plain) is two
     assert fewest_that_fit([one, two], 39, plain) is None
     assert fewest_that_fit([], 100, plain) is None
-
-
-def test_one_mechanism_alone_keeps_to_its_least_budget_and_no_less() -> None:
-    problem = problem_of_blocks()
-    least_bytes = JointPlanner(problem).alone[Action.OFFLOAD].least().peak_bytes
-
-    front, _ = make_front(problem, [least_bytes, least_bytes - 1], num_budgets=2, optimizer=None)
-
-    assert [row.offload_s is None for row in front.rows] == [False, True]
 
 
 FRONT = Front(

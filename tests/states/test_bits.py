@@ -93,10 +93,9 @@ def test_nothing_to_offload_moves_nothing(device: Device) -> None:
     assert not hooks()
 
 
-@pytest.mark.parametrize("overlap_forward", [False, True])
-def test_step_without_a_gradient_counts_as_the_plain_one(overlap_forward: bool, device: Device) -> None:
+def test_step_without_a_gradient_counts_as_the_plain_one(device: Device) -> None:
     pair = Pair(device, Rebinding)
-    with offload(pair.optimizer, device, overlap_forward=overlap_forward):
+    with offload(pair.optimizer, device):
         for number in range(3):
             for _, optimizer in pair:
                 optimizer.step()

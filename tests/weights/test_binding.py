@@ -17,7 +17,6 @@ from memkit.device import ReferenceDevice
 from memkit.plan.chunks import Residency
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.forwards import InnerHooks
-from memkit.weights.host_copies import move
 
 
 def _chunk(layer: nn.Module) -> LayerChunk:
@@ -202,15 +201,3 @@ def test_module_that_is_no_more_is_left_out() -> None:
 
     watched.hooks.put_back()
     assert watched.run() == ["before", "after"]
-
-
-def test_moved_parameters_still_share_bytes_and_take_their_gradients_along() -> None:
-    whole = torch.arange(8.0)
-    one, other = nn.Parameter(whole[:6]), nn.Parameter(whole[4:])
-    one.grad = torch.ones(6)
-    move([one, other], torch.device("cpu"))
-    whole.zero_()
-
-    assert (one.tolist(), other.tolist()) == ([0, 1, 2, 3, 4, 5], [4, 5, 6, 7])
-    assert other.data_ptr() == one[4:].data_ptr()
-    assert (one.grad.tolist(), other.grad) == ([1.0] * 6, None)

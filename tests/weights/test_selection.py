@@ -16,8 +16,7 @@ from memkit.plan import LayerCosts, plan_streamed_ratio
 from memkit.plan.residency import predict_step
 from memkit.weights.selection import find_layers
 from memkit.weights.shares import StepTimes, plan_measured
-
-MIB = 2**20
+from tests.plan.budget.steps import MIB
 
 
 def _found(model: nn.Module) -> list[str]:

@@ -160,10 +160,9 @@ _SCALED: dict[str, Callable[..., torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("optimizer", _SCALED)
 @pytest.mark.parametrize("train", ["frozen", "host"])
 def test_grad_scaler(train: str, optimizer: str, unscales: bool, device: Device) -> None:
-    plain = stack(train).to(device.torch_device)
+    plain, scales = stack(train).to(device.torch_device), list[bool]()
     model = copy.deepcopy(plain)
     batches = [*inputs(device, 3), torch.full_like(inputs(device)[0], float("inf")), *inputs(device, 1)]
-    scales = list[bool]()
     with memkit.LayerOffload(model, device=device, offload_ratio=0.5, train=train):
         for one in (plain, model):
             scaler = memkit.GradScaler(device.torch_device.type, init_scale=2.0**10)

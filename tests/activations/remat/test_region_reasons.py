@@ -16,6 +16,7 @@ from memkit.device import Device
 from tests.activations.cases import assert_same_bits
 from tests.activations.remat.conftest import NO_PLAN_FITS, Remat
 from tests.activations.remat.test_regions_in_steps import run
+from tests.activations.remat.test_spans import Other
 
 pytestmark = [pytest.mark.filterwarnings(NO_PLAN_FITS), pytest.mark.usefixtures("dear_ops", "quick_plans")]
 
@@ -312,16 +313,7 @@ def test_call_whose_weights_are_written_later_is_none(
     assert reasons("clamps", block) == {"its weights are written after it has run"}
 
 
-class Halves(nn.Sequential):
-    """Halves what each child returns."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self:
-            x = layer(x) * 0.5
-        return x
-
-
-@pytest.mark.parametrize(("kind", "spans"), [(nn.Sequential, ["0:2", "2:4"]), (Halves, [])])
+@pytest.mark.parametrize(("kind", "spans"), [(nn.Sequential, ["0:2", "2:4"]), (Other, [])])
 def test_neighbours_that_a_sequential_calls_in_turn_are_spans(
     kind: type[nn.Sequential], spans: list[str], device: Device, remat_on: Remat
 ) -> None:

@@ -103,10 +103,9 @@ def test_bytes_and_seconds_are_those_of_the_reference(seed: int) -> None:
 def test_price_of_a_value_is_what_its_ops_take_and_changes_no_other(seed: int) -> None:
     problem = make_problem(random_trace(seed), gpu())
     actions, _ = draw(problem, seed)
-    costs = ReplayCosts(problem, actions)
-    for index, (held, action) in enumerate(zip(problem.values, actions, strict=True)):
-        is_dropped = action is RECOMPUTE
+    costs, before_s = ReplayCosts(problem, actions), ReplayCosts(problem, actions).seconds
+    for index, held in enumerate(problem.values):
+        is_dropped = actions[index] is RECOMPUTE
         other = [*actions[:index], KEEP if is_dropped else RECOMPUTE, *actions[index + 1 :]]
         more_s = -costs.gain(held.value) if is_dropped else costs.cost(held.value)
-
-        assert more_s == pytest.approx(ReplayCosts(problem, other).seconds - ReplayCosts(problem, actions).seconds, abs=1e-12)
+        assert more_s == pytest.approx(ReplayCosts(problem, other).seconds - before_s, abs=1e-12)
