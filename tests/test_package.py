@@ -88,15 +88,15 @@ def test_layering_check_can_fail() -> None:
 
 MOST_LINES = {
     "": 475,
-    "activations": 11565,
+    "activations": 12094,
     "cli": 1243,
-    "core": 2938,
+    "core": 2942,
     "device": 1442,
     "distributed": 725,
     "integrations": 823,
     "optimizers": 548,
     "page": 578,
-    "plan": 7195,
+    "plan": 7192,
     "profile": 5487,
     "recording": 2331,
     "states": 6209,
