@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +25,17 @@ _Recorded = TypeVar("_Recorded", bound="RecordedContext")
 
 
 def shapes_of(args: Any, kwargs: Any) -> Shapes:
-    leaves = torch_private.tree_leaves((args, kwargs))
-    return tuple({id(leaf): leaf.shape for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_nested}.values())
+    """Return the shapes of all tensors that a call is given, each tensor once, also in mappings and dataclasses."""
+    shapes, leaves = dict[int, torch.Size](), torch_private.tree_leaves((args, kwargs))
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if not leaf.is_nested:
+                shapes[id(leaf)] = leaf.shape
+        elif isinstance(leaf, Mapping):
+            leaves += leaf.values()
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            leaves += vars(leaf).values() if hasattr(leaf, "__dict__") else ()
+    return tuple(shapes.values())
 
 
 class ForwardContext(Exclusive):

@@ -94,9 +94,9 @@ def open_layers_within(state: BudgetState, limits: Limits, *, gives_up: bool = F
 
     state.learn_layers()
     counter, device = state.counter, state.costs.device
-    begun_bytes = 0 if counter is None else counter.allocated_bytes()
 
     def room(layers: Layers, foretold: Foretold) -> float:
+        begun_bytes = step.begun_bytes = 0 if counter is None else counter.allocated_bytes()
         if counter is None or not layers.is_counted:  # the budget is for saved tensors alone
             beside_bytes = foretold.input_bytes + foretold.largest_bytes
         elif layers.beside:
@@ -106,7 +106,7 @@ def open_layers_within(state: BudgetState, limits: Limits, *, gives_up: bool = F
         plain_bytes = int(beside_bytes + foretold.saved_bytes)  # a budget that is a share is one of this
         budget_bytes = limits.budget_bytes(plain_bytes) or 0
         needed_bytes = beside_bytes + state.coming_bytes(limits)
-        allowed_bytes = limits.allocated_bytes(budget_bytes)
+        allowed_bytes = step.allowed_bytes = limits.allocated_bytes(budget_bytes)
         if needed_bytes > allowed_bytes:
             told = (
                 f"a step takes {format_bytes(int(needed_bytes))} with all its layers recomputed, where the first one gets "
@@ -121,6 +121,7 @@ def open_layers_within(state: BudgetState, limits: Limits, *, gives_up: bool = F
     stage = open_layers(state, None, room, state.learning.takes_less if gives_up else None)
     if stage is None:
         return None
+    step = stage.step
     stage.compiling = state.inside.for_all()
     state.judged, state.way = None, Way.OPS
     if state.ways is not None:
@@ -128,7 +129,7 @@ def open_layers_within(state: BudgetState, limits: Limits, *, gives_up: bool = F
     state.peak = None if counter is None else StepPeak(counter, resets=True)
     if device is not None:
         stage.counts.trial = _StepClock(partial(state.learning.note_end, device.record_event(), device, state.peak))
-    state.of_layers = None if state.peak is None else (stage.step, begun_bytes, state.peak)
+    state.of_layers = None if state.peak is None else (step, state.peak)
     return stage
 
 

@@ -54,8 +54,8 @@ class BudgetState(RematState):
         self.judged: tuple[Trace, Planned] | None = None
         self.peak: StepPeak | None = None
         self.of_report: tuple[object, Foresight] | None = None
-        self.of_layers: tuple[LayerStep, int, StepPeak] | None = None
-        """The last step with layers, the bytes on the device at its begin, and its peak."""
+        self.of_layers: tuple[LayerStep, StepPeak] | None = None
+        """The last step with layers, and its peak."""
 
     def _part(self, kind: Callable[[str], _Part]) -> _Part:
         part = kind(self.tag)
@@ -113,9 +113,11 @@ class BudgetState(RematState):
         found, self.of_layers = self.of_layers, None
         if found is None or self.layers is None:
             return
-        step, begun_bytes, peak = found
+        step, peak = found
+        if len(step.kept) == len(step.sizes):
+            peak.end_backward()  # where nothing was recomputed, nothing has told of the backward's end
         if peak.num_bytes is not None:
-            self.layers.learn_peak(step, peak.num_bytes - begun_bytes)
+            self.layers.learn_peak(step, peak.num_bytes - step.begun_bytes)
             self.learning.last_peak_bytes = peak.num_bytes
 
     def end_forward(self) -> None:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from memkit.plan import ModuleCall, RegionNeeds
 
 _MOSTLY = 2 / 3
-"""If this fraction of all saved bytes stays even so, ops are recorded in all steps, to keep to the budget."""
+"""If more than this fraction of all saved bytes stays with all layers recomputed, ops are recorded in all steps."""
 _DIGITS = re.compile(r"\d+")
 _NEAR = 1.5
 """Sizes between two known ones that are within this factor are foretold from these, not measured."""
@@ -71,9 +71,12 @@ class Curve:
         return bool(self._known)
 
     def wants(self, size: int) -> bool:
+        """Tell whether a size is far from those that were measured."""
         known, place = self._known, bisect_left(self._known, (size,))
-        if place == len(known) or (place < len(known) and known[place][0] == size):
-            return place == len(known)
+        if place == len(known):
+            return True
+        if known[place][0] == size:
+            return False
         return place == 0 or known[place][0] > _NEAR * known[place - 1][0]
 
     def knows(self, size: int) -> bool:
@@ -88,18 +91,21 @@ class Curve:
     def at(self, size: int) -> float:
         """Return the bytes at a size. Two known sizes have a line between them, which is above any convex curve. Below the
         smallest they are in proportion, and beyond the largest they grow with the size's square, unless the known ones are in
-        proportion."""
+        proportion over a good part of the range."""
         known = self._known
         place = bisect_left(known, (size,))
         if place < len(known):
             right_size, right_bytes = known[place]
-            if place == 0 or right_size == size:
+            if right_size == size:
+                return right_bytes
+            if place == 0:
                 return right_bytes * size / right_size
             left_size, left_bytes = known[place - 1]
             return left_bytes + (right_bytes - left_bytes) * (size - left_size) / (right_size - left_size)
         largest, num_bytes = known[-1]
         growth = size / max(largest, 1)
-        is_linear = len(known) > 1 and num_bytes * known[-2][0] <= _ALIKE * known[-2][1] * largest
+        before = next((found for found in reversed(known) if _NEAR * found[0] <= largest), None)
+        is_linear = before is not None and num_bytes * before[0] <= _ALIKE * before[1] * largest
         return num_bytes * (growth if is_linear else growth * growth)
 
 
@@ -110,10 +116,8 @@ class LayerCall:
     kind: Kind
     saved: Curve = field(default_factory=Curve)
     size: int = 0
-    """The elements of its first input in the last step."""
+    """The elements of its inputs in the last step that was whole; 0 if that did not call it."""
     input_bytes: int = 0
-    is_last: bool = False
-    """Whether the last step called it."""
     times: tuple[Event, Event] | None = None
     seconds: float = 0.0
 
@@ -152,8 +156,9 @@ class Layers:
         self._found = {weakref.ref(module): kind_and_spec for module, kind_and_spec in found.items()}
         self._calls = weakref.WeakKeyDictionary[nn.Module, list[LayerCall]]()
         self._size = 0
+        """Of the first layer's inputs in the last step that was whole."""
         self.is_counted = True
-        """Whether the device counts what is on it."""
+        """The device's counter sees these tensors."""
         self.beside = Curve()
         """The most bytes on the device beside those at a step's begin and what kept layers have saved."""
 
@@ -171,26 +176,29 @@ class Layers:
             calls.append(LayerCall(self._found[weakref.ref(module)][0]))
         return calls[number]
 
-    def choose(self, size: int, room: Room) -> tuple[set[LayerCall], float]:
-        """Return the calls to keep in a step whose first layer has an input of a size, and the bytes of all inputs."""
+    def choose(self, size: int, room: Room) -> tuple[dict[LayerCall, float], float, float]:
+        """Return the calls to keep in a step whose first layer has inputs of a size, each with its bytes; the bytes left for
+        more; and those of all inputs."""
         growth = size / self._size if self._size else 1.0
-        self._size = size
-        calls = [call for call in chain.from_iterable(self._calls.values()) if call.is_last and call.saved]
+        calls = [call for call in chain.from_iterable(tuple(self._calls.values())) if call.size and call.saved]
         self._join(calls)
         bytes_of = {call: call.bytes_at(growth) for call in calls}
         inputs = sum(call.input_bytes for call in calls) * growth
         foretold = Foretold(size, sum(bytes_of.values()), max(bytes_of.values(), default=0.0), inputs)
-        left_bytes, kept, kept_bytes = room(self, foretold), set[LayerCall](), 0.0
+        left_bytes, kept = room(self, foretold), dict[LayerCall, float]()
         if left_bytes > 0:
             seconds = self._seconds(calls)
             places = {call: place for place, call in enumerate(calls)}
             for call in sorted(calls, key=lambda call: (-seconds[call] / max(bytes_of[call], 1.0), -places[call])):
-                if bytes_of[call] <= left_bytes - kept_bytes:
-                    kept.add(call)
-                    kept_bytes += bytes_of[call]
-        for call in calls:
-            call.is_last = False
-        return kept, inputs
+                if bytes_of[call] <= left_bytes:
+                    kept[call] = bytes_of[call]
+                    left_bytes -= bytes_of[call]
+        return kept, left_bytes, inputs
+
+    def note_whole(self, step: LayerStep) -> None:
+        for call in chain.from_iterable(tuple(self._calls.values())):
+            call.size = step.sizes.get(call, 0)
+        self._size = step.size
 
     @staticmethod
     def _join(calls: Iterable[LayerCall]) -> None:
@@ -212,13 +220,18 @@ class Layers:
         return {call: medians[key] for key, found in alike.items() for call in found}
 
     def learn_peak(self, step: LayerStep, own_bytes: int) -> None:
-        """Note the most bytes on the device in a step, beside those at its begin."""
+        """Note the most bytes on the device in a step, beside those at its first layer. If they were too many, layers are
+        measured anew: what they save may depend on more than the size, such as which parameters are trained."""
         if step.size == 0:
             return
-        if own_bytes < step.input_bytes:
-            self.is_counted = False
+        self.is_counted = own_bytes >= step.input_bytes
+        if not self.is_counted:
             return
-        beside_bytes = max(own_bytes - sum(call.saved.at(call.size) for call in step.kept), 0.0)
+        kept_bytes = sum(call.saved.at(step.sizes[call]) for call in step.kept if call in step.sizes)
+        if step.kept and step.begun_bytes + own_bytes > step.allowed_bytes:
+            for call in chain.from_iterable(tuple(self._calls.values())):
+                call.saved = Curve()
+        beside_bytes = max(own_bytes - kept_bytes, 0.0)
         if not self.beside.wants(step.size):
             foretold_bytes = self.beside.at(step.size)
             beside_bytes = max(beside_bytes, (beside_bytes + foretold_bytes) / 2)  # more is believed at once
@@ -232,39 +245,52 @@ class LayerStep:
 
     def __init__(self, layers: Layers, room: Room, device: Device | None) -> None:
         self._layers, self._room, self._device = layers, room, device
-        self.kept = set[LayerCall]()
+        self.kept: dict[LayerCall, float] = {}
+        self.sizes: dict[LayerCall, int] = {}
+        """Of the calls so far."""
         self.size = 0
-        """Of the input of the first layer; 0 before it is called."""
-        self.input_bytes = 0.0
+        """Of the inputs of the first layer; 0 before it is called."""
+        self.input_bytes = self._left_bytes = 0.0
+        self.begun_bytes, self.allowed_bytes = 0, math.inf
+        """On the device at the first layer, and in all."""
+        self._measured = set[tuple[int, int]]()
 
     def keeps(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | Watched:
         call, size = self._layers.call(module, number), _size_of((*args, *kwargs.values()))
+        if size == 0:
+            return False  # its bytes can't be foretold
         if self.size == 0:
-            self.kept, self.input_bytes = self._layers.choose(size, self._room)
-            self.size = max(size, 1)
-        call.size, call.is_last = size, True
+            self.kept, self._left_bytes, self.input_bytes = self._layers.choose(size, self._room)
+            self.size = size
+        self.sizes[call] = size
         if call in self.kept:
-            return True
-        if not call.saved.wants(size):
+            more_bytes = max(call.saved.at(size) - self.kept[call], 0.0)  # it may be larger than the first layer tells
+            if more_bytes <= self._left_bytes:
+                self._left_bytes -= more_bytes
+                return True
+            self._left_bytes += self.kept.pop(call)
+        if not call.saved.wants(size) and (id(call.saved), size) not in self._measured:
             return False
         inputs = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         call.input_bytes = sum(tensor.nbytes for tensor in inputs if tensor.requires_grad)
         begun = None if self._device is None else self._device.record_event()
-        return Watched([*inputs, *module.buffers()], lambda num_bytes: self._learn(call, num_bytes, begun))
+        return Watched([*inputs, *module.buffers()], lambda num_bytes: self._learn(call, size, num_bytes, begun))
 
-    def _learn(self, call: LayerCall, num_bytes: int, begun: Event | None) -> None:
-        call.saved.note(call.size, num_bytes)
+    def _learn(self, call: LayerCall, size: int, num_bytes: int, begun: Event | None) -> None:
+        key = id(call.saved), size
+        call.saved.note(size, max(num_bytes, call.saved.at(size)) if key in self._measured else num_bytes)
+        self._measured.add(key)
         if begun is not None and self._device is not None:
             call.times = begun, self._device.record_event()
 
 
-def _size_of(given: Iterable[Any]) -> int:
-    for leaf in given:
-        if isinstance(leaf, Tensor):
-            return leaf.numel()
-        if isinstance(leaf, list | tuple) and (size := _size_of(leaf)):
-            return size
-    return 0
+def _size_of(given: tuple[Any, ...]) -> int:
+    """Return the elements of the inputs that require grad, or of all if none does."""
+    size = sum([leaf.numel() for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad])
+    if size == 0:
+        leaves = [leaf for leaf in torch_private.tree_leaves(given) if isinstance(leaf, Tensor)]
+        size = sum([leaf.numel() for leaf in leaves if leaf.requires_grad]) or sum([leaf.numel() for leaf in leaves])
+    return size
 
 
 class LayerStage(StageWithRegions):
@@ -288,6 +314,11 @@ class LayerStage(StageWithRegions):
             compiling.__exit__(None, None, None)
 
     def end(self, *, has_failed: bool) -> None:
+        if not has_failed and self._state.layers is not None:
+            if self.step.size:
+                self._state.layers.note_whole(self.step)
+            elif not self._state.layers.are_all:
+                self._state.forget_layers()  # none was called: it is another model, or another part of it
         self.counts.num_saved = self.counts.num_dropped  # tensors saved outside of the layers are not counted
         if not has_failed:
             self.warn_of_others("a {name} was not recomputed as a whole, and stays: {why}.")
@@ -305,9 +336,9 @@ def open_layers(
 ) -> LayerStage | None:
     """Return the stage of a context that is about to be entered; None to record the step. With `takes_less`, plans are given up
     for good, if steps take fewer bytes with their layers recomputed than by their plans."""
-    if state.layers is None:
+    if state.layers is None and len(state.traces):
         state.layers = _find(state)
-    layers = state.layers
+    layers = state.layers or Layers({})
     if state.counts.has_mismatch:
         layers = state.layers = Layers({})
     if not layers.specs():
@@ -315,7 +346,7 @@ def open_layers(
     if takes_less is not None and not layers.are_all:
         if not all(takes_less(trace, needs) for trace, needs in layers.needs):
             return None
-        layers.are_all = True
+        layers.are_all, layers.needs = True, ()
         state.warn_once(
             "layers",
             "no plan holds for these steps: lengths may differ from batch to batch, or the budget is very small. From now on, "
@@ -372,6 +403,8 @@ def watch_size(entry: Entry, state: RematState, open_stage: Callable[[], LayerSt
     top, door = innermost_pack(), HookSet()
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if not torch.is_grad_enabled():
+            return  # a call that is no part of the step
         is_first = entry.door is door
         door.remove()
         if not is_first or kwargs is None or entry.recording is None or threading.get_ident() != thread:

@@ -52,7 +52,7 @@ from memkit.core.hooks import HookSet
 from memkit.core.kept import ForwardedHandle, KeptHandle, modified_error
 from memkit.core.sequentials import SpannedForward, kind_of
 from memkit.core.tensors import Geometry, is_range_of_bytes
-from memkit.core.torch_state import is_sharded_by_fsdp2, is_traced, label, leave_untraced
+from memkit.core.torch_state import has_own_dispatch, is_sharded_by_fsdp2, is_traced, label, leave_untraced
 from memkit.errors import ReplayMismatchError, note_on
 
 
@@ -445,20 +445,25 @@ class Watched:
         """`held` are tensors that are there in any case; `learn` gets the bytes."""
         self._held = {torch_private.storage_address(tensor.untyped_storage()) for tensor in held if is_range_of_bytes(tensor)}
         self._learn = learn
+        self._is_countable = True
         self._storages = dict[int, torch.UntypedStorage]()
 
     def note(self, tensor: Tensor) -> None:
-        if type(tensor) is Tensor and type(torch_private.base_of(tensor)) is not nn.Parameter:
-            try:
-                storage = tensor.untyped_storage()
-            except RuntimeError:  # it is no range of bytes
-                return
-            self._storages[torch_private.storage_address(storage)] = storage
+        if type(tensor) is nn.Parameter or type(torch_private.base_of(tensor)) is nn.Parameter:
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except RuntimeError:  # it is no range of bytes
+            self._is_countable = False
+            return
+        self._is_countable &= not has_own_dispatch(tensor)
+        self._storages[torch_private.storage_address(storage)] = storage
 
     def end(self) -> None:
         for address in self._held:
             self._storages.pop(address, None)
-        self._learn(sum(map(torch.UntypedStorage.nbytes, self._storages.values())))
+        if self._is_countable:
+            self._learn(sum(map(torch.UntypedStorage.nbytes, self._storages.values())))
 
 
 class RegionStep(Protocol):
@@ -557,8 +562,8 @@ class RegionModule:
         has_modes = torch_private.num_dispatch_modes() > 0
         if has_modes and is_traced():
             return
-        keep, step = thread.keep, thread.step
-        watched = None if step is None else step.keeps(self.module, number, args, kwargs)
+        keep, step, calls_again = thread.keep, thread.step, top is not None and type(top[0]) is Recompute
+        watched = None if step is None or calls_again else step.keeps(self.module, number, args, kwargs)
         if watched is True:
             return
         try:
