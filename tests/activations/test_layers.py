@@ -179,6 +179,86 @@ def test_as_many_layers_are_kept_as_the_budget_leaves_room_for_at_each_size() ->
     assert found[64][-1][0] > budget - 1.2 * per_layer  # one more would not have fitted
 
 
+class _OfDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _Mlp()
+
+    def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"x": self.inner(given["x"])}
+
+
+class _Windowed(nn.Module):
+    """Computes on at most some rows."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.inner, self.most = _Mlp(), most
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.inner(x[: self.most]), x[self.most :]])
+
+
+class _InARow(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        given = {"x": x} if isinstance(self[0], _OfDict) else x
+        for layer in self:
+            given = layer(given)
+        return given["x"] if isinstance(given, dict) else given
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: _InARow(*(_OfDict() for _ in range(6))),
+        lambda: _InARow(*(_Windowed(0 if number == 3 else 1000) for number in range(6))),  # an expert without tokens
+        lambda: _InARow(*(_Windowed(32 if number % 4 == 0 else 1000) for number in range(8))),
+    ],
+    ids=["dict", "no elements", "windows"],
+)
+def test_layers_whose_sizes_differ_from_the_first_ones_are_exact_and_within_the_budget(make: Callable[[], nn.Module]) -> None:
+    device, net, tag = CountingDevice(), make(), "others"
+    with device.counting(net) as allocator:
+        allocator.begin()
+        _of_rows(net, 200, device, nullcontext)
+    budget = int(0.7 * allocator.step_peak_bytes)
+    for step, rows in enumerate((20, 28, 100, 200, 150, 180, 200)):
+        net.zero_grad()
+        with device.counting(net):
+            allocator.begin()
+            _of_rows(net, rows, device, functools.partial(_budget, tag, device, f"{budget}B"))
+        assert step == 0 or allocator.step_peak_bytes <= budget
+        found = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+        net.zero_grad()
+        _of_rows(net, rows, device, nullcontext)
+        assert_same_bits(found, [parameter.grad for parameter in net.parameters() if parameter.grad is not None])
+
+
+def test_step_that_fails_or_is_refused_changes_nothing_for_later_ones() -> None:
+    device, net = CountingDevice(), _Stack(8)
+    make = functools.partial(memkit.MemoryBudget, 0.6, "refused", optimizer=_STATELESS, min_bytes=0, device=device, strict=True)
+    for rows in (64, 60, 62, 61):
+        with device.counting(net):
+            _of_rows(net, rows, device, make)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(net.layers[1], "forward", lambda x: 1 / 0)
+        with pytest.raises(ZeroDivisionError), device.counting(net):
+            _of_rows(net, 59, device, make)
+    with device.counting(net):
+        _of_rows(net, 58, device, make)
+    assert 0 < memkit.stats("refused").num_replays < 8
+
+
+def test_other_model_under_the_tag_is_recorded_after_one_step(context: Contexts) -> None:
+    device = ReferenceDevice()
+    recorded = []
+    for net, sizes in ((_Stack(3), (9, 10, 11)), (_Stack(4), (12, 13))):
+        for rows in sizes:
+            _of_rows(net, rows, device, functools.partial(context, "both", device))
+            recorded.append(memkit.stats("both").is_recorded)
+    assert recorded == [True, False, False, False, True]
+
+
 class _Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ _DIGITS = re.compile(r"\d+")
 _NEAR = 1.5
 """Sizes between two known ones that are within this factor are foretold from these, not measured."""
 _FINE = 50
-"""Bytes that differ by less than one part in so many or so are taken for equal."""
+"""Bytes within one of so many steps between a number and its double are taken for equal."""
 _ALIKE = 1.01
 """Bytes for each element that grow by less with the size are taken for constant."""
 
@@ -341,7 +341,7 @@ def open_layers(
     layers = state.layers or Layers({})
     if state.counts.has_mismatch:
         layers = state.layers = Layers({})
-    if not layers.specs():
+    if not layers:
         return None
     if takes_less is not None and not layers.are_all:
         if not all(takes_less(trace, needs) for trace, needs in layers.needs):

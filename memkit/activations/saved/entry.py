@@ -98,7 +98,7 @@ NO_PAIR: HookPair = (KeptHandle, KeptHandle.unpack)
 class Stage(ABC):
     moves: ClassVar[bool]
     is_untouched = True
-    """It did nothing yet that another stage could not take over."""
+    """Another stage may still take its place."""
     model: nn.Module | None = None
     """The module that the context is attached to; None if it was entered by `with`."""
 
