@@ -423,6 +423,11 @@ def watch_size(entry: Entry, state: RematState, open_stage: Callable[[], LayerSt
 
 def _find(state: RematState) -> Layers:
     """Find the layers that recorded steps have called."""
+    with torch_private.without_dispatch_modes():  # looking at sharded parameters is no part of the step
+        return _found_in(state)
+
+
+def _found_in(state: RematState) -> Layers:
     found, refused, why_not = dict[nn.Module, tuple[Kind, RegionSpec]](), set[nn.Module | None](), ""
     needs: list[tuple[Trace, RegionNeeds]] = []
     for trace in state.traces:
