@@ -267,6 +267,8 @@ def _figures(tag: str) -> dict[str, Any] | None:
             "min_budget_bytes": None if plan is None else plan.min_budget_bytes,
             "num_plans": learning.num_plans,
         }
+        if state.of_layers is not None and state.of_layers[1].num_bytes:
+            figures["step_peak_bytes"] = state.of_layers[1].num_bytes
         if ways is not None and regions is not None and plan is not None:
             peak_bytes, predicted_bytes = None if state.peak is None else state.peak.num_bytes, ways.predicted_bytes(regions)
             if peak_bytes is None and not ways.is_learning:

@@ -123,6 +123,8 @@ def open_layers_within(state: BudgetState, limits: Limits, *, gives_up: bool = F
         return None
     step = stage.step
     stage.compiling = state.inside.for_all()
+    if state.peak is not None and state.peak.num_bytes:
+        state.learning.last_peak_bytes = state.peak.num_bytes
     state.judged, state.way = None, Way.OPS
     if state.ways is not None:
         state.ways.begun = None  # the time until the next entry doesn't count

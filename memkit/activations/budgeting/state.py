@@ -118,7 +118,7 @@ class BudgetState(RematState):
             peak.end_backward()  # where nothing was recomputed, nothing has told of the backward's end
         if peak.num_bytes is not None:
             self.layers.learn_peak(step, peak.num_bytes - step.begun_bytes)
-            self.learning.last_peak_bytes = peak.num_bytes
+            self.learning.last_peak_bytes = peak.num_bytes or self.learning.last_peak_bytes
 
     def end_forward(self) -> None:
         """Note the bytes that a forward has left on the device. If an idle step left too much to fit, the next step is looked

@@ -10,6 +10,7 @@ much as its growth may make of it.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import threading
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from memkit.device import Device, Event
     from memkit.plan import ModuleCall, RegionNeeds
 
+_LOGGER = logging.getLogger(__name__)
 _MOSTLY = 2 / 3
 """If more than this fraction of all saved bytes stays with all layers recomputed, ops are recorded in all steps."""
 _DIGITS = re.compile(r"\d+")
@@ -163,7 +165,7 @@ class Layers:
         """The most bytes on the device beside those at a step's begin and what kept layers have saved."""
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return any(reference() is not None for reference in self._found)
 
     def specs(self) -> dict[nn.Module, RegionSpec]:
         return {module: spec for reference, (_, spec) in self._found.items() if (module := reference()) is not None}
@@ -319,6 +321,8 @@ class LayerStage(StageWithRegions):
                 self._state.layers.note_whole(self.step)
             elif not self._state.layers.are_all:
                 self._state.forget_layers()  # none was called: it is another model, or another part of it
+        recomputed = [(call, size) for call, size in self.step.sizes.items() if call.saved and call not in self.step.kept]
+        self.counts.dropped_bytes = int(sum(call.saved.at(size) for call, size in recomputed))
         self.counts.num_saved = self.counts.num_dropped  # tensors saved outside of the layers are not counted
         if not has_failed:
             self.warn_of_others("a {name} was not recomputed as a whole, and stays: {why}.")
@@ -351,13 +355,7 @@ def open_layers(
             "layers",
             "no plan holds for these steps: lengths may differ from batch to batch, or the budget is very small. From now on, "
             f"whole modules are recomputed ({layers.described}), as with torch.utils.checkpoint, as many as each step's size "
-            f'asks for. memkit.reset("{state.tag}") starts over.',
-        )
-    if layers.why_not:
-        state.warn_once(
-            "layers left out",
-            f"in steps of other sizes, whole modules are recomputed ({layers.described}), as with torch.utils.checkpoint."
-            f"{layers.why_not}",
+            f'asks for.{layers.why_not} memkit.reset("{state.tag}") starts over.',
         )
     stage = LayerStage(state, outer, layers, room)
     if stage.regions.has_hooks:
@@ -451,6 +449,7 @@ def _found_in(state: RematState) -> Layers:
         why_not = why_not or _why_not_around(calls, [calls[place] for place in chosen])
     layers = Layers({module: known for module, known in found.items() if module not in refused}, needs)
     layers.why_not = why_not
+    _LOGGER.info('%s (tag "%s"): layers of steps of other sizes: %s.%s', state.name, state.tag, layers.described, why_not)
     return layers
 
 
