@@ -131,6 +131,17 @@ def test_calls_of_a_chain_of_drops_are_as_many_whatever_its_length() -> None:
     assert long.backward <= 1.1 * short.backward
 
 
+def test_calls_of_a_budget_that_everything_fits_in() -> None:
+    """In each step the shapes of the inputs are looked at."""
+    model, device = _blocks(), ReferenceDevice()
+    optimizer = torch.optim.SGD(model.parameters())
+    context = lambda: memkit.MemoryBudget("1GiB", tag="fits", optimizer=optimizer, min_bytes=1, device=device)  # noqa: E731
+    found = _calls_of_a_step(model, context, 6, lambda: _NUM_BLOCKS)
+
+    assert not memkit.stats("fits").is_recorded
+    assert found.is_within(Calls(80, 17, 0.8, 0)), found
+
+
 @pytest.mark.parametrize("budget", [1.0, "1GiB", 0.5])
 def test_calls_of_rematerialize(budget: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_plan, "_seconds_of_ops", lambda *_: 1e9)  # regions pay, whatever this machine takes for an op

@@ -88,7 +88,7 @@ def test_layering_check_can_fail() -> None:
 
 MOST_LINES = {
     "": 475,
-    "activations": 12161,
+    "activations": 12160,
     "cli": 1243,
     "core": 2942,
     "device": 1442,

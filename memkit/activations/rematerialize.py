@@ -159,6 +159,7 @@ class Rematerialize(RecordedContext):
                 from memkit.activations.recomputing.layers import open_layers_of_share  # only now: a long chain of imports
 
                 steady = open_layers_of_share(state, self._options, hooks, gives_up=not is_other)
+                state.num_iterations += steady is not None
             entry.recording = steady or open_recording(self.tag, self._options, outer=hooks)
             entry.recording.model = None if self._model is None else self._model()
             entry.unasked = state.unasked

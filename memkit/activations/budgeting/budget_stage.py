@@ -1,5 +1,5 @@
 """`BudgetStage` lets each saved tensor stay, move or be dropped. A forward is recorded until its steps are known. Then it goes
-by the known step as long as it saves what is expected: see [Note: what a steady step leaves out] in `steady_step`."""
+by the known step as long as its saves are the expected ones: see [Note: what a steady step leaves out] in `steady_step`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class BudgetStage(RecordingStage):
 
     @property
     def is_untouched(self) -> bool:  # type: ignore[override]
-        """As of a recording stage; and no save was handled as a known one."""
+        """It recorded no save, and took none for a known one."""
         is_known = any(known is not None and known.num_saves for known in (self._steady, self._scheduled))
         return super().is_untouched and not is_known
 

@@ -52,10 +52,10 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
     with state.lock:
         stays_idle = state.settled is not None and _stays_idle(state, options, limits, shapes)
         is_other = not stays_idle and limits.plan is None and state.is_of_other_size(shapes)
+        state.num_iterations += 1
         if is_other and (layers := open_layers_within(state, limits)) is not None:
             entry.recording = layers
             return layers.pair
-        state.num_iterations += 1
         if stays_idle:
             state.is_recorded, state.shapes = False, shapes
             entry.recording = idle = IdleStage(state, None)
@@ -74,7 +74,6 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
         if state.gives_up_plans and limits.plan is None and not may_be_regions:
             layers = open_layers_within(state, limits, gives_up=True)
             if layers is not None:
-                state.num_iterations -= 1
                 entry.recording = layers
                 return layers.pair
         from memkit.activations.budgeting.budget_stage import BudgetStage  # imported here, since its imports are many

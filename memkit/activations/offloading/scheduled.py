@@ -4,8 +4,8 @@ copied values are freed, and the rest goes save by save.
 [Note: other sizes] A schedule tells for each save whether its value leaves and which copies are due, whatever its size. A
 forward whose tensors have other shapes, as of longer sequences, follows it too: their sizes are read as they come (`Sized`),
 each batch gets host memory of its own when it leaves, and its copies are prepared then. The next forward of that size knows all
-of this ahead: it is found by the shape of its first save. If a later save has another shape, the forward goes on at the size
-that is known to begin so.
+of this ahead: the shape of its first save finds the size. If a later save has another shape, the forward goes on at a known
+size with the same first saves, or at a new one.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ class ScheduledForward:
         self._go_along(0)
         self._fetched = bytearray(num_values)
         self._coming: dict[int, int] = {}
-        """The batch of each value that is being fetched, and that the stream has not waited for."""
+        """The batch of each value under way whose stream has not waited for it."""
         self._ready: list[Tensor | None] = [None] * num_values
-        """For each value that is being fetched for one request alone, the tensor."""
+        """The tensor of each value under way for one request alone."""
         self._behind = -1
         """The last moved batch that the lane back has waited for."""
         self.task = _NO_BACKWARD
@@ -542,7 +542,7 @@ class ScheduledForward:
         return storage
 
     def _allocate_now(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return a storage for a value that is needed now; without room, values that were fetched ahead are freed."""
+        """Return a storage for a value that a request needs now; without room, values fetched ahead are freed."""
         try:
             return self.device.allocate(num_bytes)
         except torch.OutOfMemoryError:

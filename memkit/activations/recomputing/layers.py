@@ -4,8 +4,7 @@ are kept.
 [Note: layers by size] Steps of other sizes have the same structure: they call the same layers. The bytes that each layer saves,
 and those on the device beside what layers save, depend on the size. Both are measured in steps that recompute, and foretold for
 other sizes. At the first layer of a step its size shows, and the calls to keep are chosen: those that take longest to run again
-for each byte, and of equal ones the last, which the backward frees first. A size larger than all before is foretold to take as
-much as its growth may make of it.
+for each byte, and of equal ones the last, which the backward frees first.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ Kind = tuple[str, type[nn.Module] | None]
 
 
 class Curve:
-    """Bytes that grow with a size, measured at some sizes."""
+    """Bytes that grow with a size. Some sizes were measured."""
 
     def __init__(self) -> None:
         self._known: list[tuple[int, float]] = []
@@ -255,7 +254,7 @@ class LayerStep:
         self.input_bytes = self._left_bytes = 0.0
         self.begun_bytes, self.allowed_bytes = 0, math.inf
         """On the device at the first layer, and in all."""
-        self._measured = set[tuple[int, int]]()
+        self._measured = set[tuple[Curve, int]]()
 
     def keeps(self, module: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | Watched:
         call, size = self._layers.call(module, number), _size_of((*args, *kwargs.values()))
@@ -271,7 +270,7 @@ class LayerStep:
                 self._left_bytes -= more_bytes
                 return True
             self._left_bytes += self.kept.pop(call)
-        if not call.saved.wants(size) and (id(call.saved), size) not in self._measured:
+        if not call.saved.wants(size) and (call.saved, size) not in self._measured:
             return False
         inputs = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         call.input_bytes = sum(tensor.nbytes for tensor in inputs if tensor.requires_grad)
@@ -279,7 +278,7 @@ class LayerStep:
         return Watched([*inputs, *module.buffers()], lambda num_bytes: self._learn(call, size, num_bytes, begun))
 
     def _learn(self, call: LayerCall, size: int, num_bytes: int, begun: Event | None) -> None:
-        key = id(call.saved), size
+        key = call.saved, size
         call.saved.note(size, max(num_bytes, call.saved.at(size)) if key in self._measured else num_bytes)
         self._measured.add(key)
         if begun is not None and self._device is not None:
@@ -339,7 +338,7 @@ def open_layers(
     takes_less: Callable[[Trace, RegionNeeds], bool] | None = None,
 ) -> LayerStage | None:
     """Return the stage of a context that is about to be entered; None to record the step. With `takes_less`, plans are given up
-    for good, if steps take fewer bytes with their layers recomputed than by their plans."""
+    for good, unless steps take fewer bytes by their plans than with their layers recomputed."""
     if state.layers is None and len(state.traces):
         state.layers = _find(state)
     layers = state.layers or Layers({})
@@ -361,7 +360,6 @@ def open_layers(
     if stage.regions.has_hooks:
         return None
     state.counts, state.is_recorded = stage.counts, False
-    state.num_iterations += 1
     return stage
 
 
@@ -411,7 +409,6 @@ def watch_size(entry: Entry, state: RematState, open_stage: Callable[[], LayerSt
         is_other = state.is_of_other_size(shapes_of(args, kwargs))
         may_change = entry.recording.is_untouched and innermost_pack() is top
         if is_other and may_change and not isinstance(entry.recording, LayerStage) and (stage := open_stage()) is not None:
-            state.num_iterations -= 1  # it counts once
             entry.begin_anew(stage, stage.pair)
 
     thread = threading.get_ident()

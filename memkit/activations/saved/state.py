@@ -151,8 +151,10 @@ class RematState(TagState):
         self.layers: Layers | None = None
         self.known_shapes: dict[Shapes, None] = {}
         """Shapes of the inputs of recorded steps, the last at the end."""
-        self.was_other = self.knows_all_sizes = False
-        """Whether the last step was of another size; whether none is until one more is recorded."""
+        self.was_other = False
+        """The last step was of another size than the recorded ones."""
+        self._records_next = False
+        """The next step is recorded, whatever its size."""
         self._seen_shapes: dict[Shapes, tuple[int, int]] = {}
         """For shapes of inputs, the last ones at the end: the number of the first step that had them, and of all such steps."""
         self.moved = frozenset[int]()
@@ -169,13 +171,13 @@ class RematState(TagState):
             self._kinds, self.traces = kinds, Traces()
 
     def forget_layers(self) -> None:
-        """Record the next step, and find layers anew, since a step has called none of those that are known."""
-        self.layers, self.was_other, self.knows_all_sizes = None, False, True
+        """Record the next step and find layers anew, since a step has called none of the known ones."""
+        self.layers, self.was_other, self._records_next = None, False, True
 
     def is_of_other_size(self, shapes: Shapes | None) -> bool:
-        """Tell whether a step with inputs of such shapes goes without a plan, since none like it was recorded. Shapes that many
-        steps have are recorded. None stands for unknown ones: as in the last step."""
-        if shapes is None or self.knows_all_sizes:
+        """Tell whether a step goes without a plan, since none with inputs of these shapes was recorded. Shapes of many steps
+        are recorded. For unknown shapes (None), the answer is as for the last step."""
+        if shapes is None or self._records_next:
             return self.was_other
         first, count = self._seen_shapes.pop(shapes, (self.num_iterations, 0))
         self._seen_shapes[shapes] = first, count + 1
@@ -214,7 +216,7 @@ class RematState(TagState):
     ) -> OpTrace | None:
         """A forward is in vain if it is like none before, or if there is no plan for it even after three."""
         trace = self.traces.learn(decider.follower, recording, saves, nodes, calls)
-        self.knows_all_sizes = False
+        self._records_next = False
         if not decider.follows_plan and trace.ops is not None and not trace.has_marks:
             has_no_plan = trace.ops.num_seen > 3 and self.unasked.was_asked and getattr(trace.learned, "planner", None) is None
             if trace.ops.num_seen == 1 or has_no_plan:
