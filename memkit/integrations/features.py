@@ -86,8 +86,8 @@ class Features:
                     "trainer that model"
                 )
 
-    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, looks_ahead: bool = True) -> None:
-        """Attach the contexts to a model; with `looks_ahead=False` it never runs without data."""
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Attach the contexts to a model."""
         self.end()
         for attachment in _begun.pop(model, []):
             attachment.remove()
@@ -96,7 +96,7 @@ class Features:
             for context in self.contexts:
                 if isinstance(context, MemoryBudget):
                     known = own if isinstance(own, torch.optim.Optimizer) else None
-                    context = context.told(optimizer=known, look_ahead=looks_ahead)
+                    context = context.told(optimizer=known)
                 self._attached.append(attach(model, context))
         except BaseException:
             self.end()

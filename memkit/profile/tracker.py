@@ -226,20 +226,6 @@ def _gpu_named(device_name: str) -> GpuSpec | None:
     return GPUS[max(names, key=len)] if names else None
 
 
-def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: str, min_bytes: int) -> StepTrace:
-    """Return the trace of a module call and of a backward from all of its outputs. Raises as `profile_memory(device="meta",
-    trace=True)`."""
-    step = ProfiledStep(model=model, args=args, kwargs=kwargs, loss_fn=None, backward=True)
-    step.check_surroundings()
-    _check_model(step)
-    _refuse_sharded(step)
-    if any(isinstance(module, _REPLICATED) for module in model.modules()):
-        raise ProfileError("the model, or a part of it, is replicated, and its forward speaks to the other replicas")
-    step = replace(step, streamed=find_streamed(step.modules()))
-    _check_gradients_without_data(step)
-    return _traced(step, ModuleTree(step.model, step.streamed), target, max(1, min_bytes))[0]
-
-
 def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
     # Only now: a private class of torch is the base of the op watch.
     from memkit.profile.passes import memory_pass, module_records, save_times_pass, simulated_pass, time_pass

@@ -101,11 +101,11 @@ class NotedCall:
         self.given = frozenset(value for value in _values_of(given, recording) if value < self.begin.value)
         if recording.is_gathering:
             self.why_no_part = self.why_not = "it is in a module that FSDP2 does not gather for its backward"
+        self.made = recording.num_values, frozenset(_values_of(output, recording))
         if self.why_not:
             self._drawn = ()
             return
         self.weights = len(recording.funcs), [(weakref.ref(tensor), *_place_of(tensor)) for tensor in _weights_of(module)]
-        self.made = recording.num_values, frozenset(_values_of(output, recording))
         recording.sync()
         ins = chain.from_iterable(recording.lineage.ins[self.begin.op :])
         read = {value for value in ins if value < self.begin.value and _is_own(value, recording)}
@@ -373,11 +373,13 @@ class ModuleTrail:
         self._num_calls = Counter[nn.Module]()
         self.calls: list[NotedCall] = []
         """In the order of their beginnings."""
+        self.ended: list[int] = []
+        """Their indices, in the order of their ends."""
 
     def follow(self, recording: Recording) -> None:
         self._recording = recording
         self._notes_calls = False  # a backward ran within the context, and its calls are not known well enough
-        self.calls = []
+        self.calls, self.ended = [], []
         self._running = [(module, 0, -1) for module, _, _ in self._running]
 
     def __enter__(self) -> ModuleTrail:
@@ -448,3 +450,4 @@ class ModuleTrail:
             args, kwargs, output = given
             with torch_private.without_python_dispatch():
                 self.calls[place].end(module, (args, kwargs), output, self._recording)
+            self.ended.append(place)
