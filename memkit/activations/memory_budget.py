@@ -43,12 +43,12 @@ class MemoryBudget(RecordedContext):
     Gradients
     are those of the plain run, bit for bit, wherever its ops are deterministic.
 
-    The first two steps under a tag are held to the budget as they go: where room gets short, modules whose calls have ended are
-    recomputed, layer by layer, and what can't be recomputed moves. The second step is measured: what each op takes, and the bytes
-    on the device at each op of the forward and between the requests of the backward. Then a plan is made, once for each
-    sequence of ops, which takes a few seconds at most, and is followed from then on. If a step takes more than the budget, the
-    plan is made again, at most three times. If everything fits, nothing is moved and nothing is recomputed. Steps of other
-    sizes are not recorded: their layers are recomputed as a whole, but for as many as the budget leaves room for.
+    The first two steps under a tag are held to the budget as they go: where room gets short, modules whose calls have ended
+    are recomputed, layer by layer, and what can't be recomputed moves. The second step is measured: what each op takes, and
+    the bytes on the device at each op of the forward and between the requests of the backward. Then a plan is made, once for
+    each sequence of ops, which takes a few seconds at most, and is followed from then on. If a step takes more than the
+    budget, the plan is made again, at most three times. If everything fits, nothing is moved and nothing is recomputed. Steps
+    of other sizes are not recorded: their layers are recomputed as a whole, but for as many as the budget leaves room for.
 
     Args:
         budget: the device budget, the most bytes that this process allocates on the device at once: text such as "12GiB", an
