@@ -27,25 +27,23 @@ import json
 import random
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from alternating import Step, largest
+from alternating import Peak, Step, largest
 from alternating import step_of as timed_step
 from budget_steps import has_stepped
+from families import mixtral, qwen3, t5
 from measuring import Engine, Workload, blocks_of, checkpointed, plain, roofline_s
 from remat_spaced import fewest_within, spaced
 from shared import Line, about_run
 from torch import Tensor, nn
 
 import memkit
-from memkit.device import Device, MemoryCounter, ReferenceDevice, open_device
+from memkit.device import Device, ReferenceDevice, open_device
 from memkit.transfer import measure_link
 
 TAG = "varying"
@@ -68,46 +66,6 @@ class Family:
     """The shortest and the longest, in steps of 8."""
     most: int = 100
     """At most so many batches, unless `--steps` says otherwise."""
-
-
-def qwen3(is_tiny: bool) -> nn.Module:
-    import transformers
-
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 16}
-    full = {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 20, "num_attention_heads": 12, "head_dim": 128}
-    config = transformers.Qwen3Config(
-        vocab_size=256 if is_tiny else 32000,
-        num_key_value_heads=2 if is_tiny else 4,
-        use_cache=False,
-        **(size if is_tiny else full),
-    )
-    return transformers.Qwen3ForCausalLM(config)
-
-
-def t5(is_tiny: bool) -> nn.Module:
-    import transformers
-
-    size = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 256}
-    full = {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 16, "num_heads": 16, "vocab_size": 32128}
-    config = transformers.T5Config(dropout_rate=0.1, decoder_start_token_id=0, use_cache=False, **(size if is_tiny else full))
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def mixtral(is_tiny: bool) -> nn.Module:
-    import transformers
-
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 256}
-    full = {
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 16,
-        "vocab_size": 32000,
-    }
-    config = transformers.MixtralConfig(
-        num_key_value_heads=2 if is_tiny else 4, num_local_experts=8, use_cache=False, **(size if is_tiny else full)
-    )
-    return transformers.MixtralForCausalLM(config)
 
 
 FAMILIES = {
@@ -135,51 +93,10 @@ def batches(family: Family, vocab_size: int, num: int, torch_device: torch.devic
     return found
 
 
-class Peak:
-    """The peak since it was asked for the last time, though others, as `MemoryBudget` while it learns, reset the counter."""
-
-    def __init__(self, counter: MemoryCounter | None) -> None:
-        self._counter, self._most_bytes = counter, 0
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within, every reset is seen."""
-        if self._counter is None:
-            yield
-            return
-        kind: Any = type(self._counter)
-        reset = kind.reset_peak
-
-        def note_and_reset(counter: MemoryCounter) -> None:
-            self._most_bytes = max(self._most_bytes, counter.peak_bytes())
-            reset(counter)
-
-        kind.reset_peak = note_and_reset
-        try:
-            yield
-        finally:
-            kind.reset_peak = reset
-
-    def take(self) -> int:
-        """Return the peak, and begin anew."""
-        if self._counter is None:
-            return 0
-        self._counter.reset_peak()
-        most_bytes, self._most_bytes = self._most_bytes, 0
-        return most_bytes
-
-
 def step_of(model: nn.Module, tokens: Tensor, engine: Engine, device: Device, peak: Peak) -> tuple[float, int]:
     """Run a step; return its seconds and its peak."""
-    model.zero_grad(set_to_none=True)
-    device.synchronize()
-    peak.take()
-    start_s = time.perf_counter()
-    with engine():
-        loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    device.synchronize()
-    return time.perf_counter() - start_s, peak.take()
+    seen = peak.step(model, lambda: model(input_ids=tokens, labels=tokens).loss, engine, device)
+    return seen.step_s, seen.peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,330 @@
+"""A `MemoryBudget` on models of many kinds, beside checkpointing by hand within the same budget. Prints lines of JSON.
+
+    python examples/bench/bench_families.py                        # all families at half of the plain peak, 5 minutes on a GPU
+    python examples/bench/bench_families.py --only llama gnn --shares .75 .5 .35 --steps 30
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python examples/bench/bench_families.py --first --shares .75 .5 .35
+    python examples/bench/bench_families.py --tiny                 # shows that all of it runs, without a GPU, and nothing else
+
+The steps of all ways take turns over the same batches, with the same random numbers: plain; the fewest evenly spaced layers
+checkpointed that keep to the budget on the largest batch, or all; and a `MemoryBudget` made anew in each step, with head and
+loss in it. Where a batch has other shapes than those before it, an untimed plain step goes ahead. The last batch is the largest.
+
+    as before    resnet50, regnet, densenet, unet, vit, llama, qwen3, gpt2 (dropout), whisper, t5 (dropout), mixtral (8 experts),
+                 experts64, lstm (256 steps)
+    others       packed sequences, images of 6 sizes through a detector's backbone, a gnn of 50,000 to 200,000 edges, masks
+                 (absent, of ones, of padding; 1 to 8 rows), layerdrop of .1, lengths of 448 to 1024
+
+`--first` runs only the first steps, in a plain `with` and attached, with the allocator capped at 1.05 of the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from alternating import Peak, Seen
+from budget_steps import has_stepped
+from families import FAMILIES, LARGEST, Batch, Family, built, shapes_of
+from measuring import Engine, let_go, plain
+from remat_spaced import spaced
+from shared import Line, about_run, allow_tf32, tell
+from torch import Tensor
+
+import memkit
+from memkit.device import Device, ReferenceDevice, open_device
+
+TAG = "families"
+NUM_STEPS, NUM_TINY = 16, 4
+NUM_FIRST = 10
+NUM_RESERVED = 4
+"""Steps by themselves, ahead of which nothing is reserved: beside plain steps, what is reserved is theirs."""
+NUM_LAST = 3
+ROOM = 1.05
+"""What the allocator may take for each byte of the budget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """A family's steps on a device."""
+
+    name: str
+    family: Family
+    device: Device
+    peak: Peak
+    is_tiny: bool
+    peaks: dict[int, int] = field(default_factory=dict)
+    """Of the largest batch, by how many layers are checkpointed."""
+
+    def batch(self, step: int) -> Batch:
+        return self.family.batch(step, self.device.torch_device)
+
+    def step(self, batch: Batch, engine: Engine, seed: int) -> Seen:
+        torch.manual_seed(seed)
+        return self.peak.step(self.family.model, partial(self.family.loss, batch), engine, self.device)
+
+    def forget(self) -> None:
+        """Have memkit know nothing, and nothing be reserved."""
+        for tag in (TAG, f"{TAG} (regions of MemoryBudget)"):
+            memkit.reset(tag)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Have nothing be reserved that is not needed."""
+        self.family.model.zero_grad(set_to_none=True)
+        gc.collect()
+        self.device.empty_cache()
+
+    def checkpointed(self, count: int) -> Engine:
+        return spaced(self.family.blocks, count)
+
+    def peak_of(self, count: int) -> int:
+        """Return the peak on the largest batch with so many layers checkpointed."""
+        if count not in self.peaks:
+            batch = self.batch(LARGEST)
+            self.peaks[count] = max(self.step(batch, self.checkpointed(count), LARGEST).peak_bytes for _ in range(2))
+        return self.peaks[count]
+
+    def fewest(self, budget_bytes: int) -> int | None:
+        """Return the fewest checkpointed layers that keep to a budget; None where all exceed it."""
+        low, high = 0, len(self.family.blocks)
+        if self.peak_of(high) > budget_bytes:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.peak_of(middle) <= budget_bytes else (middle + 1, high)
+        return min(count for count, found in self.peaks.items() if found <= budget_bytes)
+
+    def budget(self, budget_bytes: int, share: float) -> Callable[[], memkit.MemoryBudget]:
+        """Return what makes the context. Where nobody counts, the budget is a share."""
+        asked = f"{budget_bytes}B" if budget_bytes else share
+        least: Line = {"min_bytes": 2**10} if self.is_tiny else {}
+        return partial(memkit.MemoryBudget, asked, TAG, optimizer=has_stepped(self.family.model), device=self.device, **least)
+
+
+def run(name: str, arguments: argparse.Namespace, device: Device) -> Iterator[Line]:
+    """Measure a family at each share of its plain peak."""
+    about = {"bench": "families", "family": name, "device": device.name, **about_run(arguments.steps)}
+    lines = first_steps if arguments.first else by_turns
+    peak = Peak(device.memory_counter())
+    with peak.watched():
+        runs = None
+        for share in arguments.shares:
+            start_s = time.perf_counter()
+            try:
+                runs = runs or Runs(
+                    name=name,
+                    family=built(name, device.torch_device, is_tiny=arguments.tiny),
+                    device=device,
+                    peak=peak,
+                    is_tiny=arguments.tiny,
+                )
+                for line in lines(runs, share, arguments.steps):
+                    yield {**about, "share": share, **line}
+            except Exception as error:  # the other families are measured all the same
+                traceback.print_exc()
+                yield {**about, "share": share, "error": error_of(error)}
+                let_go(error, device)
+            if runs is not None:
+                runs.forget()
+            print(f"{name} {share:g}: {time.perf_counter() - start_s:.1f} s", file=sys.stderr, flush=True)
+
+
+def error_of(error: BaseException) -> str:
+    """Return an exception in a line."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
+@contextmanager
+def noted_warnings(said: list[str]) -> Iterator[None]:
+    """Have warnings go to a list, each once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield
+        finally:
+            said += [text for text in dict.fromkeys(str(one.message)[:200] for one in caught) if text not in said]
+
+
+def by_turns(runs: Runs, share: float, num_steps: int) -> Iterator[Line]:
+    """Plain, checkpointed and under the budget by turns."""
+    budget_bytes, num_blocks = int(share * runs.peak_of(0)), len(runs.family.blocks)
+    count = runs.fewest(budget_bytes)
+    engine = runs.budget(budget_bytes, share)
+    runs.forget()
+    ways: dict[str, Engine] = {
+        "plain": plain,
+        "checkpointed": runs.checkpointed(num_blocks if count is None else count),
+        "memkit": engine,
+    }
+    found: dict[str, list[Seen]] = {way: [] for way in ways}
+    recorded, replayed, predicted, gradients = list[bool](), list[int](), list[int | None](), list[bool | None]()
+    said: list[str] = []
+    known = set[Any]()
+    for step in range(num_steps):
+        batch = runs.batch(LARGEST if step == num_steps - 1 else step)
+        compares, digests = step in (0, num_steps - 1), dict[str, Tensor]()
+        if compares or shapes_of(batch) not in known:
+            known.add(shapes_of(batch))
+            runs.step(batch, plain, step)
+            if compares:
+                digests["before"] = digest(runs.family)
+        for way, each in ways.items():
+            with noted_warnings(said):
+                found[way].append(runs.step(batch, each, step))
+            if compares:
+                digests[way] = digest(runs.family)
+        if compares:
+            is_even = torch.equal(digests["before"], digests["plain"])
+            gradients.append(torch.equal(digests["memkit"], digests["plain"]) if is_even else None)
+        stats = memkit.stats(TAG)
+        recorded.append(stats.is_recorded)
+        replayed.append(stats.num_replayed_ops)
+        predicted.append(stats.predicted_peak_bytes)
+        times = {way: round(1e3 * steps[-1].step_s, 1) for way, steps in found.items()}
+        print(runs.name, f"{share:g}", step, times, "recorded" if stats.is_recorded else "", file=sys.stderr, flush=True)
+    runs.let_go()
+    alone = [] if not budget_bytes else [runs.step(runs.batch(step), engine, 0) for step in (*range(NUM_RESERVED - 1), LARGEST)]
+    yield {
+        "plain_peak_bytes": runs.peak_of(0),
+        "budget_bytes": budget_bytes,
+        "num_blocks": num_blocks,
+        "num_checkpointed": num_blocks if count is None else count,
+        "checkpoints_keep_to_it": count is not None,
+        **figures(found, budget_bytes),
+        "worst_reserved_to_budget": to(max((seen.reserved_bytes for seen in alone), default=None), budget_bytes),
+        "num_recorded": sum(recorded),
+        "nothing_recorded_from": None if recorded[-1] else num_steps - [*reversed(recorded), True].index(True) + 1,
+        "most_replayed_ops": max(replayed),
+        "predicted_to_peak": [
+            to(found_bytes, seen.peak_bytes if budget_bytes else None)
+            for found_bytes, seen in list(zip(predicted, found["memkit"], strict=True))[-NUM_LAST:]
+        ],
+        "are_gradients_equal": gradients,
+        "warnings": said,
+    }
+
+
+def digest(family: Family) -> Tensor:
+    """Return numbers that differ where gradients do."""
+    sums = []
+    for parameter in family.model.parameters():
+        gradient = parameter.grad
+        if gradient is not None:
+            bits = gradient.contiguous().flatten().view(torch.int16 if gradient.element_size() == 2 else torch.int32).long()
+            sums.append((bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum())
+    return torch.stack(sums)
+
+
+def to(found: float | None, other: float | None) -> float | None:
+    """Return a ratio; None where one of them is not known."""
+    return round(found / other, 3) if found is not None and other else None
+
+
+def figures(found: dict[str, list[Seen]], budget_bytes: int) -> Line:
+    """Return how the steps under the budget compare with those of the other ways."""
+    mine = found["memkit"]
+    first = min(NUM_FIRST, len(mine) // 2)
+    line: Line = {}
+    for other in ("checkpointed", "plain"):
+        pairs = [(seen.step_s, of.step_s) for seen, of in zip(mine, found[other], strict=True)][first:]
+        line[f"median_to_{other}"] = round(statistics.median(my_s / other_s for my_s, other_s in pairs), 3)
+        line[f"sum_to_{other}"] = to(sum(my_s for my_s, _ in pairs), sum(other_s for _, other_s in pairs))
+    plain_s = statistics.median(seen.step_s for seen in found["plain"])
+    unequal = [step for step, (seen, of) in enumerate(zip(mine, found["plain"], strict=True)) if seen.loss != of.loss]
+    return {
+        **line,
+        "worst_peak_to_budget": to(max(seen.peak_bytes for seen in mine), budget_bytes),
+        "worst_later_peak_to_budget": to(max(seen.peak_bytes for seen in mine[first:]), budget_bytes),
+        "first_peak_to_budget": to(mine[0].peak_bytes, budget_bytes),
+        "worst_checkpointed_peak_to_budget": to(max(seen.peak_bytes for seen in found["checkpointed"]), budget_bytes),
+        "first_s": round(mine[0].step_s, 4),
+        "plain_s": round(plain_s, 4),
+        "unequal_losses": unequal,
+    }
+
+
+def first_steps(runs: Runs, share: float, num_steps: int) -> Iterator[Line]:
+    """The first three steps under the budget in a fresh state, with the allocator capped."""
+    budget_bytes = int(share * runs.peak_of(0))
+    batches = (0, 1, LARGEST)
+    plain_s = [runs.step(runs.batch(step), plain, step).step_s for step in (*batches, *batches)][len(batches) :]
+    for way in ("with", "attach"):
+        runs.forget()
+        engine, said, seen = runs.budget(budget_bytes, share), list[str](), list[Seen]()
+        error: Exception | None = None
+        with capped(runs.device, int(ROOM * budget_bytes)), noted_warnings(said):
+            handle = memkit.attach(runs.family.model, engine()) if way == "attach" else None
+            try:
+                for step in batches:
+                    seen.append(runs.step(runs.batch(step), plain if handle else engine, step))
+            except Exception as found:  # out of memory, most likely: the other ways are measured all the same
+                error = found
+            if handle is not None:
+                handle.remove()
+        line: Line = {
+            "way": way,
+            "budget_bytes": budget_bytes,
+            "plain_s": round(plain_s[0], 4),
+            "first_s": round(seen[0].step_s, 4) if seen else None,
+            "beyond_3_plain_s": round(seen[0].step_s - 3 * plain_s[0], 4) if seen else None,
+            "peaks_to_budget": [to(each.peak_bytes, budget_bytes) for each in seen],
+            "reserved_to_budget": [to(each.reserved_bytes, budget_bytes) for each in seen],
+            "warnings": said,
+        }
+        if error is not None:
+            line["error"] = f"{error_of(error)} in step {len(seen) + 1}"
+            let_go(error, runs.device)
+            del error
+        yield line
+
+
+@contextmanager
+def capped(device: Device, num_bytes: int) -> Iterator[None]:
+    """Have the allocator of a GPU take no more than so many bytes."""
+    if device.torch_device.type != "cuda":
+        yield
+        return
+    total_bytes = torch.cuda.get_device_properties(device.torch_device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total_bytes))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.5], help="budgets as shares of the plain peak")
+    parser.add_argument("--steps", type=int, help=f"of each way; default: {NUM_STEPS}, or {NUM_TINY} of small models")
+    parser.add_argument("--first", action="store_true", help="only the first steps, with the allocator capped")
+    parser.add_argument("--tiny", action="store_true", help="small models on the reference device")
+    arguments = parser.parse_args()
+    if not arguments.tiny and not torch.cuda.is_available():
+        print("skipped: there is no CUDA device here", file=sys.stderr)
+        return 0
+    arguments.steps = arguments.steps or (NUM_TINY if arguments.tiny else NUM_STEPS)
+    allow_tf32()
+    for name in arguments.only:
+        device = ReferenceDevice() if arguments.tiny else open_device("cuda")
+        tell(run(name, arguments, device))
+        gc.collect()
+        device.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
