@@ -6,16 +6,13 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from measuring import Engine, Workload
 from shared import Line
-from torch import Tensor, nn
 
-from memkit.device import Device, MemoryCounter
+from memkit.device import Device
 
 NUM_WARMUP = 10
 """Steps of an engine by itself, ahead of one by turns that does not count: in the first eight, memkit learns and tries."""
@@ -48,67 +45,6 @@ class Warm:
     peak_reserved_bytes: int | None
     """Includes what the steps before have left reserved."""
     step_s: float
-
-
-class Seen(NamedTuple):
-    """A step while others may reset the counter."""
-
-    step_s: float
-    peak_bytes: int
-    reserved_bytes: int
-    """The most that was held from the device, also of what the steps before have left reserved."""
-    loss: float
-
-
-class Peak:
-    """The peak since it was asked for the last time, though others, as `MemoryBudget` while it learns, reset the counter."""
-
-    def __init__(self, counter: MemoryCounter | None) -> None:
-        self._counter, self._most_bytes, self._reserved_bytes = counter, 0, 0
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within, every reset is seen."""
-        if self._counter is None:
-            yield
-            return
-        kind: Any = type(self._counter)
-        reset = kind.reset_peak
-
-        def note_and_reset(counter: MemoryCounter) -> None:
-            self._note(counter)
-            reset(counter)
-
-        kind.reset_peak = note_and_reset
-        try:
-            yield
-        finally:
-            kind.reset_peak = reset
-
-    def _note(self, counter: MemoryCounter) -> None:
-        self._most_bytes = max(self._most_bytes, counter.peak_bytes())
-        self._reserved_bytes = max(self._reserved_bytes, counter.peak_reserved_bytes() or 0)
-
-    def take(self) -> tuple[int, int]:
-        """Return the peaks of what was allocated and of what was reserved, 0 where nobody counts, and begin anew."""
-        if self._counter is not None:
-            self._counter.reset_peak()
-        found = self._most_bytes, self._reserved_bytes
-        self._most_bytes = self._reserved_bytes = 0
-        return found
-
-    def step(self, model: nn.Module, forward: Callable[[], Tensor], engine: Engine, device: Device) -> Seen:
-        """Run a step of what returns the loss inside of the context. Gradients are dropped ahead of it."""
-        model.zero_grad(set_to_none=True)
-        device.synchronize()
-        self.take()
-        start_s = time.perf_counter()
-        with engine():
-            loss = forward()
-        loss.backward()
-        device.synchronize()
-        step_s = time.perf_counter() - start_s
-        return Seen(step_s, *self.take(), loss.item())
 
 
 def step_of(workload: Workload, engine: Engine, device: Device, *, resets_peak: bool = True) -> Step:

@@ -2,17 +2,19 @@
 
     python examples/bench/bench_families.py                        # all families at half of the plain peak, 5 minutes on a GPU
     python examples/bench/bench_families.py --only llama gnn --shares .75 .5 .35 --steps 30
+    python examples/bench/bench_families.py --only lengths --layers 14 --steps 60    # the budget is the peak with these
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python examples/bench/bench_families.py --first --shares .75 .5 .35
     python examples/bench/bench_families.py --tiny                 # shows that all of it runs, without a GPU, and nothing else
 
 The steps of all ways take turns over the same batches, with the same random numbers: plain; the fewest evenly spaced layers
 checkpointed that keep to the budget on the largest batch, or all; and a `MemoryBudget` made anew in each step, with head and
-loss in it. Where a batch has other shapes than those before it, an untimed plain step goes ahead. The last batch is the largest.
+loss in it. Where a batch has other shapes than those before, an untimed plain step goes ahead. The last batch is the largest.
+Steps are counted from 1.
 
-    as before    resnet50, regnet, densenet, unet, vit, llama, qwen3, gpt2 (dropout), whisper, t5 (dropout), mixtral (8 experts),
-                 experts64, lstm (256 steps)
-    others       packed sequences, images of 6 sizes through a detector's backbone, a gnn of 50,000 to 200,000 edges, masks
-                 (absent, of ones, of padding; 1 to 8 rows), layerdrop of .1, lengths of 448 to 1024
+    alike     resnet50, regnet, densenet, unet, vit, llama, qwen3, gpt2 (dropout), whisper, t5 (dropout), mixtral (8 experts),
+              experts64, lstm (256 steps)
+    others    packed sequences, images of 6 sizes through a detector's backbone, a gnn of 50,000 to 200,000 edges, masks
+              (absent, of ones, of padding; 1 to 8 rows), layerdrop of .1, lengths of 448 to 1024
 
 `--first` runs only the first steps, in a plain `with` and attached, with the allocator capped at 1.05 of the budget.
 """
@@ -30,10 +32,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from alternating import Peak, Seen
 from budget_steps import has_stepped
 from families import FAMILIES, LARGEST, Batch, Family, built, shapes_of
 from measuring import Engine, let_go, plain
@@ -42,16 +43,61 @@ from shared import Line, about_run, allow_tf32, tell
 from torch import Tensor
 
 import memkit
-from memkit.device import Device, ReferenceDevice, open_device
+from memkit.activations.stats import SavedTensorStats
+from memkit.device import Device, MemoryCounter, ReferenceDevice, open_device
 
 TAG = "families"
 NUM_STEPS, NUM_TINY = 16, 4
 NUM_FIRST = 10
 NUM_RESERVED = 4
-"""Steps by themselves, ahead of which nothing is reserved: beside plain steps, what is reserved is theirs."""
 NUM_LAST = 3
 ROOM = 1.05
 """What the allocator may take for each byte of the budget."""
+
+
+class Seen(NamedTuple):
+    """A step."""
+
+    step_s: float
+    peak_bytes: int
+    reserved_bytes: int
+    """The most that was held from the device, also of what steps before have left reserved."""
+    loss: float
+
+
+class Peak:
+    """The peaks since they were last asked for, though others, as `MemoryBudget` while it learns, reset the counter."""
+
+    def __init__(self, counter: MemoryCounter | None) -> None:
+        self._counter, self._most_bytes, self._reserved_bytes = counter, 0, 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, every reset is seen."""
+        if self._counter is None:
+            yield
+            return
+        kind: Any = type(self._counter)
+        reset = kind.reset_peak
+
+        def note_and_reset(counter: MemoryCounter) -> None:
+            self._most_bytes = max(self._most_bytes, counter.peak_bytes())
+            self._reserved_bytes = max(self._reserved_bytes, counter.peak_reserved_bytes() or 0)
+            reset(counter)
+
+        kind.reset_peak = note_and_reset
+        try:
+            yield
+        finally:
+            kind.reset_peak = reset
+
+    def take(self) -> tuple[int, int]:
+        """Return the most that was allocated and that was reserved, 0 where nobody counts, and begin anew."""
+        if self._counter is not None:
+            self._counter.reset_peak()
+        found = self._most_bytes, self._reserved_bytes
+        self._most_bytes = self._reserved_bytes = 0
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +116,17 @@ class Runs:
         return self.family.batch(step, self.device.torch_device)
 
     def step(self, batch: Batch, engine: Engine, seed: int) -> Seen:
+        """Run a step with the same random numbers for each way. Gradients are dropped ahead of it."""
         torch.manual_seed(seed)
-        return self.peak.step(self.family.model, partial(self.family.loss, batch), engine, self.device)
+        self.family.model.zero_grad(set_to_none=True)
+        self.device.synchronize()
+        self.peak.take()
+        start_s = time.perf_counter()
+        with engine():
+            loss = self.family.loss(batch)
+        loss.backward()
+        self.device.synchronize()
+        return Seen(time.perf_counter() - start_s, *self.peak.take(), loss.item())
 
     def forget(self) -> None:
         """Have memkit know nothing, and nothing be reserved."""
@@ -105,32 +160,35 @@ class Runs:
             low, high = (low, middle) if self.peak_of(middle) <= budget_bytes else (middle + 1, high)
         return min(count for count, found in self.peaks.items() if found <= budget_bytes)
 
-    def budget(self, budget_bytes: int, share: float) -> Callable[[], memkit.MemoryBudget]:
-        """Return what makes the context. Where nobody counts, the budget is a share."""
-        asked = f"{budget_bytes}B" if budget_bytes else share
+    def budget(self, asked: str | float) -> Callable[[], memkit.MemoryBudget]:
+        """Return what makes the context."""
         least: Line = {"min_bytes": 2**10} if self.is_tiny else {}
         return partial(memkit.MemoryBudget, asked, TAG, optimizer=has_stepped(self.family.model), device=self.device, **least)
 
+    def reserved_alone(self, engine: Engine) -> int:
+        """Return what steps by themselves reserve: beside plain steps, what is reserved is theirs. 0 where nobody counts."""
+        self.let_go()
+        steps = (*range(NUM_RESERVED - 1), LARGEST) if self.peak_of(0) else ()
+        return max((self.step(self.batch(step), engine, step).reserved_bytes for step in steps), default=0)
+
 
 def run(name: str, arguments: argparse.Namespace, device: Device) -> Iterator[Line]:
-    """Measure a family at each share of its plain peak."""
+    """Measure a family under each budget."""
     about = {"bench": "families", "family": name, "device": device.name, **about_run(arguments.steps)}
-    lines = first_steps if arguments.first else by_turns
-    peak = Peak(device.memory_counter())
+    measure = first_steps if arguments.first else by_turns
+    peak, runs = Peak(device.memory_counter()), None
     with peak.watched():
-        runs = None
         for share in arguments.shares:
             start_s = time.perf_counter()
             try:
-                runs = runs or Runs(
-                    name=name,
-                    family=built(name, device.torch_device, is_tiny=arguments.tiny),
-                    device=device,
-                    peak=peak,
-                    is_tiny=arguments.tiny,
-                )
-                for line in lines(runs, share, arguments.steps):
-                    yield {**about, "share": share, **line}
+                if runs is None:
+                    family = built(name, device.torch_device, is_tiny=arguments.tiny)
+                    runs = Runs(name=name, family=family, device=device, peak=peak, is_tiny=arguments.tiny)
+                plain_bytes, layers = runs.peak_of(0), arguments.layers
+                budget_bytes = int(share * plain_bytes) if layers is None else runs.peak_of(layers)
+                engine = runs.budget(f"{budget_bytes}B" if budget_bytes else share)  # a share where nobody counts
+                for line in measure(runs, engine, budget_bytes, arguments.steps):
+                    yield {**about, "share": to(budget_bytes, plain_bytes) or share, **line}
             except Exception as error:  # the other families are measured all the same
                 traceback.print_exc()
                 yield {**about, "share": share, "error": error_of(error)}
@@ -158,45 +216,31 @@ def noted_warnings(said: list[str]) -> Iterator[None]:
             said += [text for text in dict.fromkeys(str(one.message)[:200] for one in caught) if text not in said]
 
 
-def by_turns(runs: Runs, share: float, num_steps: int) -> Iterator[Line]:
+def by_turns(runs: Runs, engine: Callable[[], memkit.MemoryBudget], budget_bytes: int, num_steps: int) -> Iterator[Line]:
     """Plain, checkpointed and under the budget by turns."""
-    budget_bytes, num_blocks = int(share * runs.peak_of(0)), len(runs.family.blocks)
-    count = runs.fewest(budget_bytes)
-    engine = runs.budget(budget_bytes, share)
+    num_blocks, count = len(runs.family.blocks), runs.fewest(budget_bytes)
+    by_hand = runs.checkpointed(num_blocks if count is None else count)
+    ways: dict[str, Engine] = {"plain": plain, "checkpointed": by_hand, "memkit": engine}
     runs.forget()
-    ways: dict[str, Engine] = {
-        "plain": plain,
-        "checkpointed": runs.checkpointed(num_blocks if count is None else count),
-        "memkit": engine,
-    }
     found: dict[str, list[Seen]] = {way: [] for way in ways}
-    recorded, replayed, predicted, gradients = list[bool](), list[int](), list[int | None](), list[bool | None]()
-    said: list[str] = []
-    known = set[Any]()
+    told, gradients, said, known = list[SavedTensorStats](), list[bool | None](), list[str](), set[Any]()
     for step in range(num_steps):
-        batch = runs.batch(LARGEST if step == num_steps - 1 else step)
-        compares, digests = step in (0, num_steps - 1), dict[str, Tensor]()
+        batch, digests = runs.batch(LARGEST if step == num_steps - 1 else step), dict[str, Tensor]()
+        compares = step in (0, num_steps - 1)
         if compares or shapes_of(batch) not in known:
             known.add(shapes_of(batch))
             runs.step(batch, plain, step)
-            if compares:
-                digests["before"] = digest(runs.family)
+            digests["again"] = digest(runs.family) if compares else torch.empty(0)
         for way, each in ways.items():
             with noted_warnings(said):
                 found[way].append(runs.step(batch, each, step))
-            if compares:
-                digests[way] = digest(runs.family)
+            digests[way] = digest(runs.family) if compares else torch.empty(0)
         if compares:
-            is_even = torch.equal(digests["before"], digests["plain"])
-            gradients.append(torch.equal(digests["memkit"], digests["plain"]) if is_even else None)
-        stats = memkit.stats(TAG)
-        recorded.append(stats.is_recorded)
-        replayed.append(stats.num_replayed_ops)
-        predicted.append(stats.predicted_peak_bytes)
+            repeats = torch.equal(digests["again"], digests["plain"])
+            gradients.append(torch.equal(digests["memkit"], digests["plain"]) if repeats else None)
+        told.append(memkit.stats(TAG))
         times = {way: round(1e3 * steps[-1].step_s, 1) for way, steps in found.items()}
-        print(runs.name, f"{share:g}", step, times, "recorded" if stats.is_recorded else "", file=sys.stderr, flush=True)
-    runs.let_go()
-    alone = [] if not budget_bytes else [runs.step(runs.batch(step), engine, 0) for step in (*range(NUM_RESERVED - 1), LARGEST)]
+        print(runs.name, step + 1, times, "recorded" if told[-1].is_recorded else "", file=sys.stderr, flush=True)
     yield {
         "plain_peak_bytes": runs.peak_of(0),
         "budget_bytes": budget_bytes,
@@ -204,14 +248,8 @@ def by_turns(runs: Runs, share: float, num_steps: int) -> Iterator[Line]:
         "num_checkpointed": num_blocks if count is None else count,
         "checkpoints_keep_to_it": count is not None,
         **figures(found, budget_bytes),
-        "worst_reserved_to_budget": to(max((seen.reserved_bytes for seen in alone), default=None), budget_bytes),
-        "num_recorded": sum(recorded),
-        "nothing_recorded_from": None if recorded[-1] else num_steps - [*reversed(recorded), True].index(True) + 1,
-        "most_replayed_ops": max(replayed),
-        "predicted_to_peak": [
-            to(found_bytes, seen.peak_bytes if budget_bytes else None)
-            for found_bytes, seen in list(zip(predicted, found["memkit"], strict=True))[-NUM_LAST:]
-        ],
+        **learned(told, found["memkit"]),
+        "worst_reserved_to_budget": to(runs.reserved_alone(engine), budget_bytes),
         "are_gradients_equal": gradients,
         "warnings": said,
     }
@@ -229,52 +267,64 @@ def digest(family: Family) -> Tensor:
 
 
 def to(found: float | None, other: float | None) -> float | None:
-    """Return a ratio; None where one of them is not known."""
-    return round(found / other, 3) if found is not None and other else None
+    """Return a ratio; None where one of them is not known, or 0, as where nobody counts."""
+    return round(found / other, 3) if found and other else None
+
+
+def learned(told: list[SavedTensorStats], mine: list[Seen]) -> Line:
+    """Return how long steps were recorded, and how well peaks were foretold."""
+    recorded = [step for step, stats in enumerate(told, 1) if stats.is_recorded]
+    foretold = list(zip((stats.predicted_peak_bytes for stats in told), (seen.peak_bytes for seen in mine), strict=True))
+    return {
+        "num_recorded": len(recorded),
+        "last_recorded": recorded[-1] if recorded else 0,
+        "most_replayed_ops": max(stats.num_replayed_ops for stats in told),
+        "predicted_to_peak": [to(*each) for each in foretold[-NUM_LAST:]],
+    }
 
 
 def figures(found: dict[str, list[Seen]], budget_bytes: int) -> Line:
     """Return how the steps under the budget compare with those of the other ways."""
     mine = found["memkit"]
-    first = min(NUM_FIRST, len(mine) // 2)
-    line: Line = {}
+    first, line = min(NUM_FIRST, len(mine) // 2), dict[str, Any]()
+    by_hand_s = sum(seen.step_s for seen in found["checkpointed"][:first])
     for other in ("checkpointed", "plain"):
         pairs = [(seen.step_s, of.step_s) for seen, of in zip(mine, found[other], strict=True)][first:]
         line[f"median_to_{other}"] = round(statistics.median(my_s / other_s for my_s, other_s in pairs), 3)
         line[f"sum_to_{other}"] = to(sum(my_s for my_s, _ in pairs), sum(other_s for _, other_s in pairs))
     plain_s = statistics.median(seen.step_s for seen in found["plain"])
-    unequal = [step for step, (seen, of) in enumerate(zip(mine, found["plain"], strict=True)) if seen.loss != of.loss]
+    losses = zip(mine, found["plain"], strict=True)
     return {
         **line,
+        "sum_of_first_to_checkpointed": to(sum(seen.step_s for seen in mine[:first]), by_hand_s),
         "worst_peak_to_budget": to(max(seen.peak_bytes for seen in mine), budget_bytes),
         "worst_later_peak_to_budget": to(max(seen.peak_bytes for seen in mine[first:]), budget_bytes),
         "first_peak_to_budget": to(mine[0].peak_bytes, budget_bytes),
         "worst_checkpointed_peak_to_budget": to(max(seen.peak_bytes for seen in found["checkpointed"]), budget_bytes),
         "first_s": round(mine[0].step_s, 4),
         "plain_s": round(plain_s, 4),
-        "unequal_losses": unequal,
+        "unequal_losses": [step for step, (seen, of) in enumerate(losses, 1) if seen.loss != of.loss],
     }
 
 
-def first_steps(runs: Runs, share: float, num_steps: int) -> Iterator[Line]:
+def first_steps(runs: Runs, engine: Callable[[], memkit.MemoryBudget], budget_bytes: int, _: int) -> Iterator[Line]:
     """The first three steps under the budget in a fresh state, with the allocator capped."""
-    budget_bytes = int(share * runs.peak_of(0))
     batches = (0, 1, LARGEST)
     plain_s = [runs.step(runs.batch(step), plain, step).step_s for step in (*batches, *batches)][len(batches) :]
     for way in ("with", "attach"):
         runs.forget()
-        engine, said, seen = runs.budget(budget_bytes, share), list[str](), list[Seen]()
-        error: Exception | None = None
+        said, seen, error = list[str](), list[Seen](), ""
         with capped(runs.device, int(ROOM * budget_bytes)), noted_warnings(said):
             handle = memkit.attach(runs.family.model, engine()) if way == "attach" else None
             try:
                 for step in batches:
                     seen.append(runs.step(runs.batch(step), plain if handle else engine, step))
             except Exception as found:  # out of memory, most likely: the other ways are measured all the same
-                error = found
+                error = f"{error_of(found)} in step {len(seen) + 1}"
+                let_go(found, runs.device)
             if handle is not None:
                 handle.remove()
-        line: Line = {
+        yield {
             "way": way,
             "budget_bytes": budget_bytes,
             "plain_s": round(plain_s[0], 4),
@@ -282,13 +332,9 @@ def first_steps(runs: Runs, share: float, num_steps: int) -> Iterator[Line]:
             "beyond_3_plain_s": round(seen[0].step_s - 3 * plain_s[0], 4) if seen else None,
             "peaks_to_budget": [to(each.peak_bytes, budget_bytes) for each in seen],
             "reserved_to_budget": [to(each.reserved_bytes, budget_bytes) for each in seen],
+            **({"error": error} if error else {}),
             "warnings": said,
         }
-        if error is not None:
-            line["error"] = f"{error_of(error)} in step {len(seen) + 1}"
-            let_go(error, runs.device)
-            del error
-        yield line
 
 
 @contextmanager
@@ -309,6 +355,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5], help="budgets as shares of the plain peak")
+    parser.add_argument("--layers", type=int, help="the budget is the peak with so many layers checkpointed")
     parser.add_argument("--steps", type=int, help=f"of each way; default: {NUM_STEPS}, or {NUM_TINY} of small models")
     parser.add_argument("--first", action="store_true", help="only the first steps, with the allocator capped")
     parser.add_argument("--tiny", action="store_true", help="small models on the reference device")
@@ -316,8 +363,11 @@ def main() -> int:
     if not arguments.tiny and not torch.cuda.is_available():
         print("skipped: there is no CUDA device here", file=sys.stderr)
         return 0
+    if arguments.layers is not None:
+        arguments.shares = arguments.shares[:1]
     arguments.steps = arguments.steps or (NUM_TINY if arguments.tiny else NUM_STEPS)
-    allow_tf32()
+    if not arguments.tiny:
+        allow_tf32()
     for name in arguments.only:
         device = ReferenceDevice() if arguments.tiny else open_device("cuda")
         tell(run(name, arguments, device))

@@ -236,9 +236,8 @@ def _torchvision(
 
 def _unet(is_tiny: bool) -> Family:
     model, rows, size = (UNet(8), 1, 32) if is_tiny else (UNet(64), 32, 256)
-    return _on_images(
-        model, rows, [(size, size)], _dtype(is_tiny), lambda output, _: scalar(output), [model.stem, *model.down, *model.up]
-    )
+    blocks = [model.stem, *model.down, *model.up]
+    return _on_images(model, rows, [(size, size)], _dtype(is_tiny), lambda output, _: scalar(output), blocks)
 
 
 SIZES = ((480, 640), (640, 480), (640, 800), (800, 800), (800, 1088), (800, 1344))
