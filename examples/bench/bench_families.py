@@ -11,10 +11,11 @@ checkpointed that keep to the budget on the largest batch, or all; and a `Memory
 loss in it. Where a batch has other shapes than those before, an untimed plain step goes ahead. The last batch is the largest.
 Steps are counted from 1.
 
-    alike     resnet50, regnet, densenet, unet, vit, llama, qwen3, gpt2 (dropout), whisper, t5 (dropout), mixtral (8 experts),
-              experts64, lstm (256 steps)
-    others    packed sequences, images of 6 sizes through a detector's backbone, a gnn of 50,000 to 200,000 edges, masks
-              (absent, of ones, of padding; 1 to 8 rows), layerdrop of .1, lengths of 448 to 1024
+    alike     resnet50 (float32), regnet, densenet, unet, vit, llama, qwen3, gpt2 (dropout), whisper, t5 (dropout), mixtral (8
+              experts), experts64, lstm (256 steps)
+    others    looping (as mixtral, with as many tokens in a call of an expert as it gets), packed sequences, images of 6 sizes
+              through a detector's backbone, a gnn of 50,000 to 200,000 edges, masks (absent, of ones, of padding; 1 to 8 rows),
+              layerdrop of .1, lengths of 448 to 1024
 
 `--first` runs only the first steps, in a plain `with` and attached, with the allocator capped at 1.05 of the budget.
 """

@@ -115,6 +115,8 @@ mixtral = partial(
     num_local_experts=8,
 )
 """8 layers of 8 experts."""
+looping = partial(mixtral, experts_implementation="eager")
+"""The same, with a call of each expert, of as many tokens as it gets."""
 qwen3_moe = partial(
     of_transformers,
     "Qwen3MoeForCausalLM",
@@ -235,7 +237,7 @@ def _torchvision(
 
 
 def _unet(is_tiny: bool) -> Family:
-    model, rows, size = (UNet(8), 1, 32) if is_tiny else (UNet(64), 32, 256)
+    model, rows, size = (UNet(8), 1, 32) if is_tiny else (UNet(64), 48, 256)
     blocks = [model.stem, *model.down, *model.up]
     return _on_images(model, rows, [(size, size)], _dtype(is_tiny), lambda output, _: scalar(output), blocks)
 
@@ -453,6 +455,7 @@ FAMILIES: dict[str, Callable[[bool], Family]] = {
     "whisper": partial(_whisper, 0.0),
     "t5": partial(_on_tokens, t5, 8, (512, 512)),
     "mixtral": partial(_on_tokens, mixtral, 8, (1024, 1024)),
+    "looping": partial(_on_tokens, looping, 8, (1024, 1024)),
     "experts64": partial(_on_tokens, qwen3_moe, 8, (1024, 1024)),
     "lstm": _lstm,
     "packed": _packed,
