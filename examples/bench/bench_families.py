@@ -152,8 +152,10 @@ class Runs:
         return self.peaks[count]
 
     def fewest(self, budget_bytes: int) -> int | None:
-        """Return the fewest checkpointed layers that keep to a budget; None where all exceed it."""
+        """Return the fewest checkpointed layers that keep to a budget; None where all exceed it. Where nobody counts, all."""
         low, high = 0, len(self.family.blocks)
+        if not budget_bytes:
+            return high
         if self.peak_of(high) > budget_bytes:
             return None
         while low < high:
