@@ -139,7 +139,7 @@ def _joined(row: Sequence[_Span]) -> list[_Span]:
 
 
 _DIGITS = re.compile(r"\d+")
-_MOST_WORK = 6_000_000
+_MOST_WORK = 2_000_000
 """The most saves and regions to walk in all simulations of a step, and as many again with spans: a few seconds."""
 _MOST_LISTED = 512
 """Up to this many choices, all are simulated."""
