@@ -22,8 +22,7 @@ class TracedReport(Protocol):
     """A `memkit.profile.MemoryReport` with a trace."""
 
     @property
-    def trace(self) -> StepTrace | None:
-        """The traced step."""
+    def trace(self) -> StepTrace | None: ...
 
 
 def plan_memory(
@@ -99,8 +98,7 @@ def problem_of(source: TracedReport | StepTrace, gpu: GpuSpec, optimizer: str | 
 
 
 def budget_or_share(budget: int | float | str) -> int | float:
-    """Return a budget as bytes, or as a share of the plain step's peak. Raises TypeError, or ValueError if out of range or
-    ambiguous."""
+    """Return a budget as bytes, or as a share of the plain step's peak."""
     checked = check_budget(budget, share="share of the plain step's peak")
     if isinstance(checked, int) and isinstance(budget, Integral) and checked < _FEWEST_BYTES:
         raise ValueError(

@@ -55,20 +55,15 @@ def schedule_copies(
     out, num_sent, num_released, peak_bytes = _forward(sizes_bytes, leaving, saves, ready, limit_bytes)
     gone = {value for batch in out[: num_released[-1]] for value in batch}
     order, back, num_fetched = _backward(sizes_bytes, gone, saves, requests, limit_bytes, forecast)
-    before = 0
-    asked, fetched = [], []
-    for value, num in zip(order, num_fetched, strict=True):
-        if value in leaving or num != before:
-            asked.append(value)
-            fetched.append(num)
-        before = num
+    before = [0, *num_fetched]
+    shown = [place for place, value in enumerate(order) if value in leaving or num_fetched[place] != before[place]]
     return CopySchedule(
         out=tuple(out),
         num_sent=tuple(num_sent),
         num_released=tuple(num_released),
         back=tuple(back),
-        requests=tuple(asked),
-        num_fetched=tuple(fetched),
+        requests=tuple(order[place] for place in shown),
+        num_fetched=tuple(num_fetched[place] for place in shown),
         peak_bytes=peak_bytes,
     )
 
@@ -153,7 +148,10 @@ def _backward(
         while cursor < len(to_come):
             value = to_come[cursor]
             after_bytes = live_bytes + sizes_bytes[value]
-            if value != asked and not _has_room(forecast, place, places[value], after_bytes, limit_bytes):
+            if value != asked and (
+                after_bytes > limit_bytes
+                or (forecast and forecast.level_bytes(place, places[value], after_bytes) > forecast.peak_bytes)
+            ):
                 break
             live_bytes = after_bytes
             batches.add(value)
@@ -162,9 +160,3 @@ def _backward(
             batches.close()
         num_fetched.append(len(batches.closed))
     return order, batches.closed, num_fetched
-
-
-def _has_room(forecast: Forecast | None, now: int, until: int, live_bytes: int, limit_bytes: int) -> bool:
-    if live_bytes > limit_bytes:
-        return False
-    return forecast is None or forecast.level_bytes(now, until, live_bytes) <= forecast.peak_bytes

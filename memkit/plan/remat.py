@@ -1,11 +1,4 @@
-"""Where plans start: cuts of a step, and the values that a `Walk` drops under a limit.
-
-A greedy walk over the ledger's peaks finds one *drop order*: where the ledger is fullest, it drops the value with the cheapest
-recompute per byte freed there. Each prefix of that order is simulated by the walk that also runs it.
-
-The percentages below tell how much longer a step takes at worst without a stage, relative to the plain step, over the models of
-the benches at 80 to 15 % of their saved bytes and near the least budget.
-"""
+"""Where plans start: cuts of a step, and the values that a `Walk` drops under a limit."""
 
 from __future__ import annotations
 
@@ -22,10 +15,6 @@ from memkit.plan.eviction import DTRScore, Walk
 from memkit.plan.step import NO_OP, Step
 from memkit.plan.timeline import Levels
 
-_MOST_PARTS = 32
-_FINER = 1.4
-"""A step is cut into 2 segments, then more by this factor, up to `_MOST_PARTS` or a fifth of its saved values. A factor of 2:
-up to 28 %."""
 
 
 class CutPlaces:
@@ -51,7 +40,7 @@ class CutPlaces:
                 self._narrow.append(op)
 
     def _levels(self, amounts: Iterable[tuple[int, int]]) -> list[int]:
-        """Return for each op the sum of what values that are made up to it and read after it amount to."""
+        """Return for each op the sum of the amounts of values that are made up to it and read after it."""
         levels = Levels(len(self._step.lineage.ins))
         for value, amount in amounts:
             if self._step.lineage.maker[value] != NO_OP:
@@ -61,9 +50,9 @@ class CutPlaces:
     def skeletons(self) -> Iterator[frozenset[int]]:
         """Yield the anchors for ever more cuts."""
         parts, num_saved, saved_bytes = 2.0, len(set(self._step.saves)), self._step.saved_bytes
-        while parts <= max(_MOST_PARTS, num_saved // 5):
+        while parts <= max(32, num_saved // 5):
             yield self.skeleton(saved_bytes / parts)
-            parts *= _FINER
+            parts *= 1.4
 
     def skeleton(self, target_bytes: float) -> frozenset[int]:
         """Return the values that cross the cuts."""
@@ -91,7 +80,6 @@ class CutPlaces:
             start_bytes, position = reached[cut], cut + 1
 
 
-_NO_END = 1 << 62
 MOST_REPLAYS = 8
 """A simulation gives up when ops run again more often than this on average."""
 
@@ -244,12 +232,10 @@ def simulate(
         return _Simulation(step, score, limit_bytes, anchors, most_s).go(dropped)
     except _GiveUpError:
         return Outcome(
-            peak_bytes=_NO_END, replayed_s=math.inf, num_replayed_ops=_NO_END, dropped=frozenset(), limit_bytes=limit_bytes
+            peak_bytes=1 << 62, replayed_s=math.inf, num_replayed_ops=1 << 62, dropped=frozenset(), limit_bytes=limit_bytes
         )
 
 
-_MOST_LOOKS = 150_000
-"""The most evaluations of a value for the drop order: beyond, several values are picked at once."""
 
 
 def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], list[int]]:
@@ -311,7 +297,7 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
         peaks.extend([max(found)] * len(values))
         return found
 
-    num_picked, levels = max(1, len(rest) ** 2 // _MOST_LOOKS), ledger()
+    num_picked, levels = max(1, len(rest) ** 2 // 150_000), ledger()
     peaks = [max(levels)]
     levels = drop([value for value in step.dropped if value in again])
     while True:
@@ -330,24 +316,8 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
 
 
 _STEP_DOWN = 0.75
-_FORWARDS = 4_000
-"""The smallest step may replay this many forwards divided by its number of ops, saves and requests, and at least one."""
-_MOST_WORK = 100_000
-"""The search for it lowers the limit until nothing smaller is found, or this many ops, saves and requests were simulated."""
-_NUM_HELD = 3
-_HELD = 0.5
-"""Anchor sets may take this share of the limit; the largest few are tried. Without anchors: up to 72 %, with one set 11 %,
-with two 1.5 %."""
 _LARGE = 4_000
 """For steps with more ops, saves and requests, fewer plans are simulated: each takes a tenth of a second or more."""
-_SMALL = 100
-"""For steps with no more ops, saves and requests, exchanges also look for the smallest: up to 4 % fewer bytes."""
-_MOST_EXCHANGED = 3
-"""The most values per exchange: without any exchange up to 4 %; in small steps with single ones only, more."""
-_MOST_MOVES = 120
-_EXCHANGED = 15_000
-"""The most ops, saves and requests to simulate for exchanges."""
-_NUM_SEEDS = 3
 
 
 class Walks:
@@ -395,12 +365,12 @@ class Walks:
     def seeds(self, limit_bytes: float) -> list[Outcome]:
         """Return the few best steps that were simulated for a limit, independent of other explored limits."""
         ranked = sorted(self.explore(limit_bytes), key=lambda found: (max(found.peak_bytes, limit_bytes), found.replayed_s))
-        return ranked[:_NUM_SEEDS]
+        return ranked[:3]
 
     def smallest(self) -> Outcome:
         """Return the smallest step that a search finds without thrashing, independent of explored limits."""
         if self._smallest is None:
-            forwards = max(1.0, _FORWARDS / (self._num_events + 1))
+            forwards = max(1.0, 4_000 / (self._num_events + 1))
             found = Walks(self.step, self.score)._search_smallest(forwards * sum(self.step.lineage.seconds) or math.inf)
             self.found.append(found)
             self._smallest = found
@@ -418,11 +388,11 @@ class Walks:
             for anchors in self._held_within(limit_bytes)[-2 if self.is_large else 0 :]:
                 self.walk(self.step.dropped, limit_bytes, anchors)
             limit_bytes *= step_down
-        most_work, found = self._work + _MOST_WORK, math.inf
+        most_work, found = self._work + 100_000, math.inf
         while self.least().peak_bytes < found and self._work < most_work:  # without it the smallest takes up to 4 % more
             found = self.least().peak_bytes
             self.explore(found - 1)
-            if self._num_events <= _SMALL:
+            if self._num_events <= 100:
                 self.exchange(found - 1)
         return self.least()
 
@@ -466,8 +436,8 @@ class Walks:
         free.sort(key=lambda value: -lineage.seconds[lineage.maker[value]] * lineage.num_bytes[value])
         best = min(self.found, key=rank)
         dropped = best.dropped
-        moves = chain.from_iterable(combinations(free, num_values) for num_values in range(1, _MOST_EXCHANGED + 1))
-        for move in islice(moves, min(_MOST_MOVES, _EXCHANGED // (self._num_events + 1))):
+        moves = chain.from_iterable(combinations(free, num_values) for num_values in range(1, 3 + 1))
+        for move in islice(moves, min(120, 15_000 // (self._num_events + 1))):
             most_s = best.replayed_s if best.peak_bytes <= limit_bytes else 2 * best.replayed_s
             found = self.walk(dropped.symmetric_difference(move), limit_bytes, best.anchors, most_s=most_s)
             if rank(found) < rank(best):
@@ -475,8 +445,8 @@ class Walks:
 
     def _held_within(self, limit_bytes: float) -> list[frozenset[int]]:
         """Return the largest anchor sets that leave enough room, then the empty one."""
-        fitting = [anchors for anchors, num_bytes in self._held.items() if anchors and num_bytes <= _HELD * limit_bytes]
-        return [*reversed(fitting[-_NUM_HELD:]), frozenset()]
+        fitting = [anchors for anchors, num_bytes in self._held.items() if anchors and num_bytes <= 0.5 * limit_bytes]
+        return [*reversed(fitting[-3:]), frozenset()]
 
 
 def _cheapest(found: Sequence[Outcome], budget_bytes: float) -> Outcome | None:

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memkit.core.extras import how_to_install
+from memkit.plan.budget.problem import HeldValue, Problem
 from memkit.plan.plans import Action
 from memkit.plan.step import NO_OP
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
-    from memkit.plan.budget.problem import HeldValue, Problem
-
 _MIB = 2**20
 _TOLERANCE = 1e-6
-_INFEASIBLE = 2
-"""The status of `scipy.optimize.linprog` for a program without a solution; 1, 3 and 4 are failures."""
 
 Row = dict[int, float]
 
@@ -85,12 +80,7 @@ class _Program:
         self.rows: list[tuple[Row, float]] = []
         self.equal: list[tuple[Row, float]] = []
         needs = first_needs(problem)
-        turn = (
-            problem.points[problem.num_forward_points]
-            if problem.num_forward_points < len(problem.points)
-            else problem.num_slots
-        )
-        self.turn = turn
+        self.turn = [*problem.points, problem.num_slots][problem.num_forward_points]
         self.gaps = [self._gap(held, needs) for held in problem.values]
         self.leaves = [
             self._column(1.0 if allowed >= {Action.OFFLOAD} and Action.OFFLOAD in held.choices else 0.0)
@@ -104,8 +94,7 @@ class _Program:
             self.rows.append(({leaves: 1.0, drops: 1.0}, 1.0))
             if Action.KEEP not in held.choices and Action.OFFLOAD not in held.choices:
                 self.equal.append(({drops: 1.0}, 1.0))
-        num_slots = problem.num_slots
-        self.late = [self._column(math.inf, 1.0) for _ in range(num_slots)]
+        self.late = [self._column(math.inf, 1.0) for _ in range(problem.num_slots)]
         self._replays()
         self._memory(self._lanes())
 
@@ -233,7 +222,7 @@ class _Program:
             bounds=[(0.0, None if most == math.inf else most) for most in self.upper],
             method="highs",
         )
-        if found.status == _INFEASIBLE:
+        if found.status == 2:  # no solution
             return math.inf, 0.0
         if found.status != 0:
             return None

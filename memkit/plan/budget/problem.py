@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from memkit.plan.plans import Action
-from memkit.plan.step import NO_OP, Lineage
+from memkit.plan.gpu import GpuSpec
+from memkit.plan.plans import NEVER, Action
+from memkit.plan.step import NO_OP, Lifetime, Lineage, StepTrace
 from memkit.plan.timeline import Levels
 
-if TYPE_CHECKING:
-    from memkit.plan.gpu import GpuSpec
-    from memkit.plan.step import Lifetime, StepTrace
-
-NEVER = -1
-"""The point of what does not happen."""
 _ANY = frozenset(Action)
-_KEEP = frozenset({Action.KEEP})
-_MOVE = frozenset({Action.KEEP, Action.OFFLOAD})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +69,9 @@ class Problem:
     plain: tuple[Action, ...]
     """The plain step: all saved values stay, no anchor is held."""
     plain_peak_bytes: int
-    save_at: Mapping[int, int] = field(default_factory=dict)
+    save_at: Mapping[int, int]
     """The last save of the step at each slot where one is."""
-    request_at: Mapping[int, int] = field(default_factory=dict)
+    request_at: Mapping[int, int]
     """The first request of the step at each slot where one is."""
 
     @property
@@ -109,13 +101,9 @@ class Problem:
             made = bisect_left(trace.op_places, place)
             calls = [call for call in trace.modules if call.begin <= made < call.end]
             return (calls[-1].module if calls else self._named_before(made)), op
-        asked = bisect_right(trace.use_places, place) - 1
-        while asked >= 0:
-            module = trace.names.get(trace.step.uses[asked], ("", ""))[1]
-            if module:
-                return module, op
-            asked -= 1
-        return "", op
+        asked = reversed(trace.step.uses[: bisect_right(trace.use_places, place)])
+        modules = (trace.names.get(value, ("", ""))[1] for value in asked)
+        return next(filter(None, modules), ""), op
 
     def _named_before(self, op: int) -> str:
         """Return the module of the last saved value that was made by then, where calls of modules were not noted."""
@@ -132,7 +120,10 @@ def make_problem(
     first_use = dict(zip(reversed(step.uses), reversed(trace.use_places), strict=True))
     saved = {value: trace.lifetimes[value] for value in dict.fromkeys(step.saves) if value in trace.lifetimes}
     anchors = _anchors(trace, saved)
-    places = _cuts(trace, [*saved.values(), *anchors.values()])
+    cuts = {0, trace.num_forward_ops, *trace.save_places, *trace.use_places}
+    for life in (*saved.values(), *anchors.values()):
+        cuts.update((life.made_at, life.released_at, life.freed_at))
+    places = sorted(place for place in cuts if 0 <= place < num_ops) or [0]
     num_slots = len(places)
 
     def slot(place: int) -> int:
@@ -142,10 +133,12 @@ def make_problem(
     if seconds is None:
         seconds = [gpu.seconds(op, is_backward=index >= trace.num_forward_ops) for index, op in enumerate(trace.ops)]
     reached = [0.0, *accumulate(seconds)]
-    beside = _beside(trace, saved)
+    of_saved = Levels(num_ops)
+    for value, life in saved.items():
+        of_saved.add(max(life.made_at, 0), min(life.freed_at, num_ops), lineage.num_bytes[value])
+    beside = [max(live - held, 0) for live, held in zip(trace.live_bytes, of_saved.each(), strict=False)]
     ends = [*places[1:], num_ops]
     working = tuple(max(beside[begin:end], default=0) for begin, end in zip(places, ends, strict=True))
-    asked = tuple(beside[begin - 1] if begin else 0 for begin in places)
     save_slots = [slot(place) for place in trace.save_places]
     use_slots = [slot(place) for place in trace.use_places]
     turn = slot(trace.num_forward_ops)
@@ -194,7 +187,7 @@ def make_problem(
         places=tuple(places),
         starts_s=tuple(reached[place] for place in (*places, num_ops)),
         working_bytes=working,
-        request_bytes=asked,
+        request_bytes=tuple(beside[begin - 1] if begin else 0 for begin in places),
         values=tuple(values),
         index=index,
         points=tuple(points),
@@ -218,9 +211,9 @@ def _choices(trace: StepTrace, value: int, *, is_movable: bool) -> frozenset[Act
     step = trace.step
     can_be_made = step.lineage.maker[value] != NO_OP
     if not is_movable or (value in step.fixed and can_be_made):
-        return _KEEP
-    if not can_be_made or value in step.fixed:
-        return _MOVE
+        return frozenset({Action.KEEP})
+    if not can_be_made:
+        return frozenset({Action.KEEP, Action.OFFLOAD})
     return frozenset({Action.RECOMPUTE}) if value in step.dropped else _ANY
 
 
@@ -239,18 +232,3 @@ def _anchors(trace: StepTrace, saved: Mapping[int, Lifetime]) -> dict[int, Lifet
         for value in sorted(read - saved.keys() - written)
         if lineage.maker[value] != NO_OP and value in trace.lifetimes
     }
-
-
-def _cuts(trace: StepTrace, lifetimes: list[Lifetime]) -> list[int]:
-    cuts = {0, trace.num_forward_ops, *trace.save_places, *trace.use_places}
-    for life in lifetimes:
-        cuts.update((life.made_at, life.released_at, life.freed_at))
-    return sorted(place for place in cuts if 0 <= place < len(trace.ops)) or [0]
-
-
-def _beside(trace: StepTrace, saved: Mapping[int, Lifetime]) -> list[int]:
-    """Return for each op the bytes that are neither base nor saved values."""
-    levels = Levels(len(trace.ops))
-    for value, life in saved.items():
-        levels.add(max(life.made_at, 0), min(life.freed_at, len(trace.ops)), trace.step.lineage.num_bytes[value])
-    return [max(live - held, 0) for live, held in zip(trace.live_bytes, levels.each(), strict=False)]

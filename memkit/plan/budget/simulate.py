@@ -13,19 +13,16 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import add
-from typing import TYPE_CHECKING
 
+from memkit.plan.budget.problem import Problem
 from memkit.plan.plans import Action
 from memkit.plan.step import NO_OP, Lineage
 from memkit.plan.timeline import Lane, Levels, Timeline
 
-if TYPE_CHECKING:
-    from memkit.plan.budget.problem import Problem
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One value that leaves and comes back. All its moments are points of the problem."""
+    """One value that leaves and comes back; all its moments are points of the problem."""
 
     index: int
     """Its place in `Problem.values`."""
@@ -39,8 +36,6 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedReplay:
-    """The ops that one request runs again."""
-
     index: int
     """The requested value's place in `Problem.values`."""
     point: int
@@ -66,7 +61,7 @@ class Simulated:
     moves: tuple[Move, ...] = ()
     replays: tuple[SimulatedReplay, ...] = ()
     held_until: dict[int, int] = field(default_factory=dict)
-    """For each value of the lineage that a replay reads, the slot of the last such replay: until then it is held."""
+    """For each value of the lineage that a replay reads, the slot of the last such replay."""
     levels: tuple[int, ...]
     """The most bytes from each point to the next, without the base and values fetched before they are needed."""
 
@@ -81,10 +76,7 @@ class Simulated:
 
 
 class ReplayCosts:
-    """The ops that make all dropped values from the values on the device, each op counted once.
-
-    An op runs again if a request, or another op that runs again, wants an output of it that is not on the device.
-    """
+    """The ops that make all dropped values from the values on the device, each op counted once."""
 
     __slots__ = ("_anchors", "_ins", "_is_there", "_maker", "_num_wanted", "_op_s", "_wanting", "seconds")
 
@@ -96,7 +88,6 @@ class ReplayCosts:
         self._wanting = [0] * len(lineage.maker)
         """How many ops that run again, and requests, want each value that is not there, or would if it were not."""
         self._num_wanted = [0] * len(lineage.ins)
-        """How many of its results make each op run again."""
         self.seconds = 0.0
         for held, action in zip(problem.values, actions, strict=True):
             self._is_there[held.value] = action is not Action.RECOMPUTE or not held.is_anchor
@@ -104,76 +95,59 @@ class ReplayCosts:
             if action is Action.RECOMPUTE and not held.is_anchor:
                 self.drop(held.value)
 
-    def drop(self, value: int) -> float:
-        before_s = self.seconds
-        self.drop_telling(value)
-        return self.seconds - before_s
-
-    def drop_telling(self, value: int) -> list[int]:
+    def drop(self, value: int) -> list[int]:
         """Let a value that was there be gone; return the ops that run again because of that, and did not before."""
         self._is_there[value] = 0
         if value not in self._anchors:
             self._wanting[value] += 1
-        return self._want(value) if self._wanting[value] else []
+        return self._count(value, 1) if self._wanting[value] else []
 
-    def hold(self, value: int) -> float:
-        before_s = self.seconds
+    def hold(self, value: int) -> None:
         if self._wanting[value]:
-            self._leave(value)
+            self._count(value, -1)
         if value not in self._anchors:
             self._wanting[value] -= 1
         self._is_there[value] = 1
-        return before_s - self.seconds
 
     def cost(self, value: int) -> float:
-        cost_s = self.drop(value)
+        before_s = self.seconds
+        self.drop(value)
+        cost_s = self.seconds - before_s
         self.hold(value)
         return cost_s
 
-    def gain(self, value: int) -> float:
-        gain_s = self.hold(value)
-        self.drop(value)
-        return gain_s
-
     def cost_beside(self, value: int, anchor: int) -> float:
         """Return the seconds that it takes more without a value, if an anchor that is not held is held for it."""
-        gain_s = self.hold(anchor)
-        cost_s = self.drop(value)
-        self.hold(value)
+        before_s = self.seconds
+        self.hold(anchor)
+        gain_s, cost_s = before_s - self.seconds, self.cost(value)
         self.drop(anchor)
         return cost_s - gain_s
 
-    def _want(self, value: int) -> list[int]:
-        maker, ins, num_wanted, wanting, is_there = self._maker, self._ins, self._num_wanted, self._wanting, self._is_there
-        pending, added = [value], list[int]()
-        while pending:
-            op = maker[pending.pop()]
-            if op == NO_OP:
-                continue
-            num_wanted[op] += 1
-            if num_wanted[op] == 1:
-                added.append(op)
-                self.seconds += self._op_s[op]
-                for source in ins[op]:
-                    wanting[source] += 1
-                    if wanting[source] == 1 and not is_there[source]:
-                        pending.append(source)
-        return added
+    def gain(self, value: int) -> float:
+        before_s = self.seconds
+        self.hold(value)
+        gain_s = before_s - self.seconds
+        self.drop(value)
+        return gain_s
 
-    def _leave(self, value: int) -> None:
+    def _count(self, value: int, change: int) -> list[int]:
+        """Let one more, or one less, want a value that is not there; return the ops that begin, or cease, to run again."""
         maker, ins, num_wanted, wanting, is_there = self._maker, self._ins, self._num_wanted, self._wanting, self._is_there
-        pending = [value]
+        pending, changed, edge = [value], list[int](), max(change, 0)
         while pending:
             op = maker[pending.pop()]
             if op == NO_OP:
                 continue
-            num_wanted[op] -= 1
-            if num_wanted[op] == 0:
-                self.seconds -= self._op_s[op]
+            num_wanted[op] += change
+            if num_wanted[op] == edge:
+                changed.append(op)
+                self.seconds += change * self._op_s[op]
                 for source in ins[op]:
-                    wanting[source] -= 1
-                    if wanting[source] == 0 and not is_there[source]:
+                    wanting[source] += change
+                    if wanting[source] == edge and not is_there[source]:
                         pending.append(source)
+        return changed
 
 
 def reads_of(problem: Problem, dropped: Iterable[int], is_there: bytearray) -> dict[int, int]:
@@ -222,26 +196,18 @@ def dropped_of(problem: Problem, actions: Iterable[Action]) -> list[int]:
     return [index for index, action in enumerate(actions) if action is Action.RECOMPUTE and not problem.values[index].is_anchor]
 
 
-_EVERYTHING = 2**62
-
-
 def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int, *, most_replayed_s: float = math.inf) -> Simulated:
-    """Return the seconds and bytes of a step under one action for each value.
-
-    Values are copied out in the order of saves. Each is freed once its copy is over, or sooner where the step is above the
-    budget: then compute waits for the copy. Values are fetched in the order of need, as early as the budget allows. A replay
-    makes one value; its intermediates stay if they are wanted later and there is room."""
+    """Values leave in the order of saves, and come back in the order of need, as early as the budget allows."""
     while True:
-        run = _Run(problem, actions, budget_bytes - problem.base_bytes)
-        run.most_replayed_s = most_replayed_s
+        run = _Run(problem, actions, budget_bytes - problem.base_bytes, most_replayed_s)
         stays = run.memory()
         if run.most_replayed_s < 0:
             return Simulated(
                 actions=tuple(actions),
                 seconds=math.inf,
-                peak_bytes=_EVERYTHING,
-                over_bytes=_EVERYTHING,
-                excess_bytes=_EVERYTHING,
+                peak_bytes=2**62,
+                over_bytes=2**62,
+                excess_bytes=2**62,
                 replayed_s=math.inf,
                 levels=tuple(run.levels),
             )
@@ -256,14 +222,14 @@ def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int, *, 
 class _Run:
     """One walk over a step: the forward and its copies, the requests, the fetches, and then the clock of the backward."""
 
-    def __init__(self, problem: Problem, actions: Sequence[Action], limit_bytes: int) -> None:
+    def __init__(self, problem: Problem, actions: Sequence[Action], limit_bytes: int, most_replayed_s: float) -> None:
         self.problem, self.actions, self.limit_bytes = problem, actions, limit_bytes
         self.values = problem.values
         self.back = problem.num_forward_points
         self.timeline = Timeline()
         self.unread = set[int]()
         self.stall_s = 0.0
-        self.most_replayed_s = math.inf
+        self.most_replayed_s = most_replayed_s
         """The seconds left for replays; below 0 the walk was given up."""
         self.moves: list[Move] = []
         self.replays: list[SimulatedReplay] = []
@@ -283,8 +249,7 @@ class _Run:
         """For each value that is to leave, the point at which it is to be back."""
 
     def memory(self) -> list[int]:
-        """Walk over the bytes of the step; return the values that are to leave or be held for nothing, if there are any: then
-        the walk is not over."""
+        """Walk over the bytes of the step; stop at the values that would leave or be held for nothing, and return them."""
         problem = self.problem
         occupied = self._static()
         if self.unread:
@@ -374,7 +339,6 @@ class _Run:
         self._free_s = timeline.free_s(Lane.OUT)
 
     def _replay_all(self, asked: list[int]) -> None:
-        """Let all that was dropped be recomputed, in the order of requests."""
         problem, values, lineage = self.problem, self.values, self.problem.lineage
         levels, static = self.levels, list(self.levels)
         is_there, index_of = self._is_there, problem.index
@@ -414,19 +378,14 @@ class _Run:
             later = [(problem.point_of(use), index) for use, index in found if use > slot]
             stays = [*at_once, *self._fitting(levels, point, later)]
             same_bytes = held.num_bytes + sum(values[index].num_bytes for index in at_once)
-            peak = self._peak_of(ordered, held.value, stays) + beside_bytes - same_bytes
+            kept = {value, *(values[index].value for index in stays)}
+            peak = replay_peak_bytes(lineage, ordered, kept) + beside_bytes - same_bytes
             until.update((values[index].value, values[index].freed) for index in stays)
             peaks[point] = max(peaks.get(point, 0), peak)
             self.replays.append(SimulatedReplay(index=wanted, point=point, ops=tuple(ordered), stays=tuple(stays)))
         for point, peak in peaks.items():
             levels[point] = max(levels[point], peak)
         self.replay_peaks = peaks
-
-    def _peak_of(self, ops: Sequence[int], value: int, stays: Sequence[int]) -> int:
-        kept = {value, *(self.values[index].value for index in stays)}
-        if len(ops) == 1 and not stays:
-            return sum(self.problem.lineage.num_bytes[made] for made in self.problem.lineage.outs[ops[0]])
-        return replay_peak_bytes(self.problem.lineage, ops, kept)
 
     def _fitting(self, levels: list[int], begin: int, wanted: Sequence[tuple[int, int]]) -> list[int]:
         """Add to levels those values that fit from a point on up to another, the one that ends first first; return them.
