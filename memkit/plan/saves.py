@@ -7,6 +7,7 @@ short, so it fits budgets for which no plan alone is found.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import accumulate
@@ -19,10 +20,6 @@ from memkit.plan.plans import Action, Plan, PlannedValue, infeasible, tell_kept
 from memkit.plan.remat import Outcome, Walks
 from memkit.plan.step import NO_OP, Lifetime, OpKind, OpWork, Step, StepTrace
 from memkit.plan.timeline import Levels
-
-_RECOMPUTE = frozenset({Action.RECOMPUTE})
-_BACKWARD = 2
-"""A backward takes about this many forwards."""
 
 
 def problem_of_saves(step: Step) -> Problem:
@@ -66,7 +63,7 @@ def problem_of_saves(step: Step) -> Problem:
         trainable_numel=0,
         trainable_bytes=0,
     )
-    backward_s = _BACKWARD * sum(lineage.seconds) / max(num_uses, 1)
+    backward_s = 2 * sum(lineage.seconds) / max(num_uses, 1)  # a backward takes about two forwards
     return make_problem(trace, GPUS["H200"], measured_s=[*lineage.seconds, *[backward_s] * num_uses])
 
 
@@ -99,7 +96,7 @@ class RematPlanner:
             self._problem = problem_of_saves(replace(self.step, fixed=self.step.fixed | self.step.moved))
         values = self._problem.values
         moved_bytes = sum(self.step.lineage.num_bytes[value] for value in self.step.moved.intersection(self.step.saves))
-        found = search_plan(self._problem, budget_bytes + moved_bytes, _RECOMPUTE, seeds=seeds)
+        found = search_plan(self._problem, budget_bytes + moved_bytes, {Action.RECOMPUTE}, seeds=seeds)
         gone = {held.value for held, action in zip(values, found.actions, strict=True) if action is Action.RECOMPUTE}
         dropped = gone.intersection(self.step.saves) | self.walks.asked
         anchors = frozenset(held.value for held in values if held.is_anchor and held.value not in gone)
@@ -110,8 +107,10 @@ class RematPlanner:
         """Return the plan for a budget of saved values and replay temporaries. Raises BudgetInfeasible if none fits."""
         found = self.best(budget_bytes)
         if found is None:
-            smallest = self.walks.smallest().peak_bytes
-            raise infeasible(budget_bytes, smallest, tell_kept(self._kept_bytes()))
+            step, kept_bytes = self.step, Counter[str]()
+            for value in dict.fromkeys(value for value in step.saves if value in step.why_kept):
+                kept_bytes[step.why_kept[value]] += step.lineage.num_bytes[value]
+            raise infeasible(budget_bytes, self.walks.smallest().peak_bytes, tell_kept(kept_bytes))
         return self.told(found, budget_bytes)
 
     def least(self, budget_bytes: int) -> Plan:
@@ -136,14 +135,6 @@ class RematPlanner:
             num_replayed_ops=found.num_replayed_ops,
             retained=frozenset(retained),
         )
-
-    def _kept_bytes(self) -> dict[str, int]:
-        """Return the bytes that no op recomputes, by reason, for reasons that a user may not expect."""
-        step, found = self.step, dict[str, int]()
-        for value in dict.fromkeys(step.saves):
-            if value in step.why_kept:
-                found[step.why_kept[value]] = found.get(step.why_kept[value], 0) + step.lineage.num_bytes[value]
-        return found
 
     def _planned(self, index: int, value: int, dropped: Collection[int], kept: Collection[int]) -> PlannedValue:
         step, lineage = self.step, self.step.lineage

@@ -1,8 +1,4 @@
-"""One step in seconds and bytes, as every simulation walks it.
-
-A *timeline* has the clocks of a step: compute, and the two copy lanes.
-*Levels* are bytes at each place of a known order, such as saves and requests.
-"""
+"""Seconds and bytes of one step, as every simulation walks it."""
 
 from __future__ import annotations
 
@@ -15,13 +11,11 @@ HIDDEN = 1.01
 
 class Lane(IntEnum):
     OUT = 0
-    """Copies from the device to the host."""
     BACK = 1
-    """Copies from the host to the device."""
 
 
 class Timeline:
-    """A step in progress. Its moments are in seconds as if it waited for nothing; each wait of compute delays later ones."""
+    """A step in progress: its moments are in seconds as if it waited for nothing; each wait of compute delays later ones."""
 
     __slots__ = ("_free_s", "late_s")
 
@@ -33,7 +27,7 @@ class Timeline:
         return moment_s + self.late_s
 
     def issue(self, lane: Lane, seconds: float, *, after_s: float = 0.0, latency_s: float = 0.0) -> float:
-        """Put work on a lane; return when it ends. It begins after the earlier work of the lane, and not before `after_s`."""
+        """Put work on a lane, not to begin before `after_s`; return when it ends."""
         end_s = self._free_s[lane] = max(self._free_s[lane], after_s) + latency_s + seconds
         return end_s
 
