@@ -16,8 +16,7 @@ from memkit.plan.timeline import HIDDEN, Lane, Levels, Timeline
 
 
 def check_ratio(ratio: object, *, where: str) -> float:
-    """Return a valid ratio; `where` names its origin in messages. Raises TypeError if it is no real number, ValueError unless
-    from 0 to 1."""
+    """Return a valid ratio; `where` names its origin in messages."""
     if isinstance(ratio, bool) or not isinstance(ratio, Real):
         raise TypeError(f"{where} must be a number from 0 to 1; found {ratio!r} ({type(ratio).__name__})")
     value = float(ratio)
@@ -29,12 +28,8 @@ def check_ratio(ratio: object, *, where: str) -> float:
 def first_to_leave(
     sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = (), weights: Sequence[float] = ()
 ) -> tuple[list[int], int]:
-    """Return the indices of the saves that leave, and the bytes of all saves that are not held.
-
-    The shortest prefix of the saves whose bytes reach the share leaves; with `weights`, the share of those of each prefix. If
-    the rest is smaller than the window, the latest stay as well, up to the window: they would still be on the device when the
-    backward starts.
-    """
+    """Return the indices of the saves that leave, the shortest prefix that reaches the share, and the bytes of all unheld
+    saves."""
     movable = [index for index in range(len(sizes_bytes)) if index not in held]
     seen_bytes = sum(sizes_bytes[index] for index in movable)
     chosen: list[int] = []
@@ -61,7 +56,11 @@ def plan_ratio(
                 index=index,
                 num_bytes=num_bytes,
                 action=Action.OFFLOAD if index in leaving else Action.KEEP,
-                reason=_LEAVES if index in leaving else _HELD if index in held else _STAYS,
+                reason="saved early: the ratio moves it"
+                if index in leaving
+                else "something else keeps it alive"
+                if index in held
+                else "saved late: the ratio or the window keeps it",
                 is_held=index in held,
             )
             for index, num_bytes in enumerate(sizes_bytes)
@@ -73,14 +72,8 @@ def plan_ratio(
     )
 
 
-_LEAVES = "saved early: the ratio moves it"
-_STAYS = "saved late: the ratio or the window keeps it"
-_HELD = "something else keeps it alive"
-
-
 class RatioSoFar:
-    """Decides save by save during a forward: by a plan as long as the forward follows one, else so that the ratio holds so
-    far."""
+    """Decides save by save in a forward: by a plan as long as the forward follows one, else so that the ratio holds so far."""
 
     def __init__(self, ratio: float, window_bytes: int | None = None) -> None:
         self.ratio = ratio
@@ -156,8 +149,7 @@ def step_with_copies_s(
     link: Link,
     limit_bytes: float,
 ) -> float:
-    """Return the seconds of a step. Copies go out as their tensors are saved; compute waits for the oldest where the device
-    holds more than the limit. In the backward, free bytes are filled with the tensors needed next."""
+    """Return the seconds of a step: compute waits for the oldest copy where the device holds more than the limit."""
     timeline, live_bytes = Timeline(), 0
     going, away = deque[tuple[int, float]](), set[int]()
     for index, save in enumerate(saves):

@@ -369,7 +369,7 @@ class RegionPlanner:
         rates = [costs[index] / self._freed[index] for index in may_be]
         low, high = max(min(rates), 1e-30) / 2, max(max(rates), 1e-30) * 2
         before: tuple[int, ...] = ()
-        for place in range(28 + 1):
+        for place in range(29):  # ever higher prices of a byte
             chosen = self._dearest(costs, cap, low * (high / low) ** (place / 28))
             if chosen != before:
                 self._go(before, chosen, costs)

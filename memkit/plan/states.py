@@ -42,8 +42,7 @@ class ParameterCosts:
         return aligned(4 * self.numel) if self.has_master else self.parameter_bytes
 
     def sent_bytes(self, *, runs_ahead: bool = False) -> int:
-        """Return the bytes that a step on the host sends there: the gradient, and the parameter unless an up-to-date float32
-        copy is there."""
+        """Return the bytes that a step on the host sends there: with an up-to-date float32 copy there, gradients alone."""
         is_enough = self.has_master and not runs_ahead
         return self.gradient_bytes + (0 if is_enough else self.parameter_bytes)
 
@@ -102,10 +101,6 @@ BLOCK_BYTES = 256 * 2**20
 """Host memory for pieces is allocated in blocks of about this size."""
 
 
-_SPREAD = 0.98
-"""Evenly spread residents are chosen if they fill at least this share of what densely packed ones would."""
-
-
 def with_residents(pieces: list[StatePiece], budget_bytes: int, *, moves_large: bool = False) -> Iterator[StatePiece]:
     """Yield the pieces, with as many resident as fit, evenly spread: others are copied while these are stepped."""
     sizes = [piece.state_bytes for piece in pieces]
@@ -121,7 +116,7 @@ def with_residents(pieces: list[StatePiece], budget_bytes: int, *, moves_large: 
     spread = _filled(evenly(first, sizes, share, most=budget_bytes), sizes, budget_bytes)
     packed = _filled(set(), sizes, budget_bytes)
     spread_bytes, packed_bytes = (sum(sizes[index] for index in chosen) for chosen in (spread, packed))
-    staying = spread if spread_bytes >= _SPREAD * packed_bytes else packed
+    staying = spread if spread_bytes >= 0.98 * packed_bytes else packed
     for index, piece in enumerate(pieces):
         yield replace(piece, is_resident=index in staying)
 
@@ -149,9 +144,8 @@ def evenly(indices: Iterable[int], sizes: Sequence[int], share: float, *, most: 
 
 
 def interleaved(pieces: Sequence[StatePiece]) -> list[int]:
-    """Return the indices of pieces in the quickest order for a step: resident pieces are evenly spread between moving ones, so
-    that the link never waits long. Both keep their own order. In the order of the groups, a large resident piece such as a head
-    would be stepped at the end, when nothing is left to move."""
+    """Return the indices of pieces in the quickest order: resident ones are evenly spread between moving ones, each in
+    order."""
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident]
     staying = [index for index, piece in enumerate(pieces) if piece.is_resident]
     moving_numel, staying_numel = (sum(pieces[index].numel for index in those) for those in (moving, staying))
@@ -195,8 +189,7 @@ def ring_bytes(pieces: Sequence[StatePiece]) -> tuple[int, ...]:
 
 
 def with_disk(pieces: Sequence[StatePiece], host_budget_bytes: int | None, *, is_backward: bool = False) -> list[StatePiece]:
-    """Return pieces with those on the disk that host memory has no room for: the last to be stepped, so that the disk reads
-    while the first are stepped. Without a budget, host memory holds the buffers only."""
+    """Return pieces with those on the disk that host memory has no room for, the last to be stepped; without a budget, all."""
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident and piece.state_bytes]
     moving = moving[::-1] if is_backward else moving
     in_host: list[int] = []
@@ -230,22 +223,9 @@ def _in_pages(num_bytes: int) -> int:
 
 PIECE_BYTES = 64 * 2**20
 """A copy of this size reaches the link's full speed."""
-_HOST_PIECE_BYTES = 2 * PIECE_BYTES
-"""Of pieces stepped on the host only gradients are copied, at most half of the states; and whenever the caller goes on to the
-next piece, the stepping thread waits for the interpreter."""
-_LARGEST_PIECE_BYTES = 168 * 2**20
-"""With four slots, and the undo copy of a failed step, less than a GiB."""
 WINDOW_NUMEL = 2**16
 """Windows of a large parameter begin at multiples of this: kernels over lists of tensors use blocks of this size, and each
 window is aligned like an allocation of its own."""
-_LEAST_PIECES = 16
-"""A small model has this many pieces, so that copies and steps overlap."""
-_MANY_PIECES = 128
-"""Beyond this number larger pieces gain: each costs the host the same, and the first and last hardly count."""
-_NUM_SLOTS = 4
-"""One piece comes, one is stepped and one leaves; and pieces differ in size."""
-_NUM_HOST_SLOTS = 6
-"""The thread always has gradients, even if each way they queue behind a larger piece of states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,8 +344,11 @@ def plan_states(
         BudgetInfeasible: the budget is above 0, and smaller than the smallest piece.
         HostMemoryError: with a disk, `host_budget_bytes` has no room for the buffers.
     """
-    usual = _HOST_PIECE_BYTES if update == "host" and not (apart or has_disk) else PIECE_BYTES
-    most = _piece_bytes(costs, usual)
+    # Of pieces stepped on the host only gradients are copied; and between pieces the stepping thread waits for the interpreter.
+    usual = 2 * PIECE_BYTES if update == "host" and not (apart or has_disk) else PIECE_BYTES
+    whole = sum(cost.state_bytes for cost in costs)
+    most = min(max(usual, whole // 128), max(usual, 168 * 2**20))  # with four slots and an undo copy, less than a GiB
+    most = min(most, max(1, whole // 16))  # of small models there are so many pieces, so that copies and steps overlap
     pieces = [
         StatePiece(
             parameters=tuple(members),
@@ -385,13 +368,6 @@ def plan_states(
         pieces = [piece if piece.is_resident else replace(piece, update=Update.HOST) for piece in pieces]
     pieces, slot_bytes = _with_slots(pieces, max(PIECE_BYTES, most))
     return StatePlan(pieces=tuple(pieces), slot_bytes=slot_bytes)
-
-
-def _piece_bytes(costs: Iterable[ParameterCosts], usual: int) -> int:
-    """Return the most bytes of states per piece; only a parameter that can't be cut exceeds it."""
-    whole = sum(cost.state_bytes for cost in costs)
-    most = min(max(usual, whole // _MANY_PIECES), max(usual, _LARGEST_PIECE_BYTES))
-    return min(most, max(1, whole // _LEAST_PIECES))
 
 
 def _cut(costs: Sequence[ParameterCosts], most: int, *, apart: bool) -> Iterator[list[int]]:
@@ -448,8 +424,10 @@ def _with_slots(pieces: list[StatePiece], most: int) -> tuple[list[StatePiece], 
             if piece.update is update and not piece.is_resident
             for part in piece.parts
         ]
-        num_slots = _NUM_SLOTS if update is Update.DEVICE else _NUM_HOST_SLOTS
-        found, own = _turns([_room(part, update) for _, part in parts], most, num_slots)
+        # One piece comes, one is stepped and one leaves; on the host gradients may queue each way behind a larger piece.
+        num_slots = 4 if update is Update.DEVICE else 6
+        rooms = [part.state_bytes if update is Update.DEVICE else part.way_bytes for _, part in parts]
+        found, own = _turns(rooms, most, num_slots)
         for (number, _), slot in zip(parts, found, strict=True):
             slots[number].append(slot + len(sizes))
         sizes += own
@@ -464,7 +442,7 @@ def in_slots(piece: StatePiece, slots: Sequence[int]) -> StatePiece:
 
 
 def _turns(rooms: Sequence[int], most: int, num_slots: int) -> tuple[list[int], list[int]]:
-    """Return the slot of each piece, and the sizes of the slots. Oversized pieces share one slot, the others take turns."""
+    """Return the slot of each piece, and the sizes of the slots: oversized pieces share one slot, the others take turns."""
     if not rooms:
         return [], []
     usual = max((room for room in rooms if room <= 2 * most), default=0)
@@ -472,10 +450,6 @@ def _turns(rooms: Sequence[int], most: int, num_slots: int) -> tuple[list[int], 
     num_usual = min(num_slots - has_large, sum(room <= usual for room in rooms))
     turns = itertools.cycle(range(has_large, has_large + num_usual))
     return [next(turns) if room <= usual else 0 for room in rooms], [max(rooms)] * has_large + [usual] * num_usual
-
-
-def _room(piece: StatePiece, update: Update) -> int:
-    return piece.state_bytes if update is Update.DEVICE else piece.way_bytes
 
 
 def _count(number: int, noun: str) -> str:

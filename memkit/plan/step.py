@@ -6,7 +6,8 @@ numbered in order of creation, so any selection of ops can run again in the orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
@@ -118,8 +119,7 @@ class GrowingLineage(Lineage):
     def add_op(
         self, ins: Sequence[int], outs_bytes: Sequence[int], seconds: float = 0.0, taken: Iterable[int] = ()
     ) -> tuple[int, ...]:
-        """Return the numbers of the values that a new op makes. The last ones replace the values that it overwrites, in the
-        order of `taken`."""
+        """Return the values that a new op makes; the last ones replace those that it overwrites, in the order of `taken`."""
         op, first = len(self.ins), len(self.maker)
         outs = tuple(range(first, first + len(outs_bytes)))
         self.num_bytes += outs_bytes
@@ -278,27 +278,20 @@ class StepTrace:
 
 _KINDS = tuple(OpKind)
 _T = TypeVar("_T")
-_TEXTS = ("model", "inputs", "target")
+_TEXTS, _ROWS = ("model", "inputs", "target"), ("op_places", "save_places", "use_places")
 _NUMBERS = ("min_bytes", "num_forward_ops", "base_bytes", "trainable_numel", "trainable_bytes")
-_ROWS = ("op_places", "save_places", "use_places")
 _STEP_ROWS, _STEP_SETS = ("saves", "uses", "use_ends"), ("fixed", "dropped", "moved")
 
 
 def trace_to_plain(trace: StepTrace) -> dict[str, Any]:
-    texts: dict[str, int] = {}
     step, lineage = trace.step, trace.step.lineage
-
-    def number(text: str) -> int:
-        return texts.setdefault(text, len(texts))
-
+    texts: dict[str, int] = defaultdict(lambda: len(texts))
     return {
         **{name: getattr(trace, name) for name in (*_TEXTS, *_NUMBERS, *_ROWS, "live_bytes", "backend_dependent")},
-        "ops": [
-            [number(op.name), _KINDS.index(op.kind), _number(op.flops), op.num_bytes, number(op.dtype)] for op in trace.ops
-        ],
+        "ops": [[texts[op.name], _KINDS.index(op.kind), op.flops, op.num_bytes, texts[op.dtype]] for op in trace.ops],
         "lifetimes": [[value, life.made_at, life.released_at, life.freed_at] for value, life in trace.lifetimes.items()],
-        "names": [[value, number(op), number(module)] for value, (op, module) in trace.names.items()],
-        "modules": [[number(call.module), number(call.kind), call.begin, call.end] for call in trace.modules],
+        "names": [[value, texts[op], texts[module]] for value, (op, module) in trace.names.items()],
+        "modules": [[texts[call.module], texts[call.kind], call.begin, call.end] for call in trace.modules],
         "step": {
             "num_bytes": lineage.num_bytes,
             "ins": lineage.ins,
@@ -308,16 +301,19 @@ def trace_to_plain(trace: StepTrace) -> dict[str, Any]:
             **{name: getattr(step, name) for name in _STEP_ROWS},
             **{name: sorted(getattr(step, name)) for name in _STEP_SETS},
             "retained_bytes": list(step.retained_bytes.items()),
-            "why_kept": [[value, number(why)] for value, why in step.why_kept.items()],
+            "why_kept": [[value, texts[why]] for value, why in step.why_kept.items()],
         },
         "texts": list(texts),
     }
 
 
 def trace_from_plain(content: Mapping[str, Any]) -> StepTrace:
-    """Return the trace that `trace_to_plain` was called on. Of other content raises KeyError, TypeError, ValueError, IndexError
-    or AttributeError."""
-    text = _texts_of(content["texts"])
+    """Return the trace that `trace_to_plain` was called on."""
+    texts = [_checked(text, str) for text in content["texts"]]
+
+    def text(number: Any) -> str:
+        return texts[_whole(number)]
+
     of_step = content["step"]
     rows: dict[str, Any] = {name: _wholes(of_step[name]) for name in _STEP_ROWS}  # of several types, as those below
     rows |= {name: frozenset(_wholes(of_step[name])) for name in _STEP_SETS}
@@ -342,7 +338,7 @@ def trace_from_plain(content: Mapping[str, Any]) -> StepTrace:
             _whole(value): Lifetime(made_at=_whole(made_at), released_at=_whole(released_at), freed_at=_whole(freed_at))
             for value, made_at, released_at, freed_at in content["lifetimes"]
         },
-        live_bytes=_wholes(content["live_bytes"], least=None),
+        live_bytes=tuple(_checked(num_bytes, int) for num_bytes in content["live_bytes"]),
         names={_whole(value): (text(op), text(module)) for value, op, module in content["names"]},
         modules=tuple(
             ModuleOps(module=text(module), kind=text(kind), begin=_whole(begin), end=_whole(end))
@@ -360,15 +356,13 @@ def _lineage_from(content: Mapping[str, Any]) -> Lineage:
     seconds = content["seconds"] or [0.0] * len(ins)
     lineage = GrowingLineage()
     for op, (read, (first, count), op_s) in enumerate(zip(ins, outs, seconds, strict=True)):
-        while len(lineage.maker) < first:
-            lineage.add_root(num_bytes[len(lineage.maker)])
+        lineage.add_roots(num_bytes[len(lineage.maker) : first])
         sizes_bytes = num_bytes[first : first + count]
         sources = _wholes(read)
         made = lineage.add_op(sources, sizes_bytes, float(op_s), [before for before, _ in taken.get(op, ())])
         if len(made) != count or (made and made[0] != first) or any(source >= first for source in sources):
             raise ValueError(f"op {op} of the lineage makes or reads other values than there are")
-    while len(lineage.maker) < len(num_bytes):
-        lineage.add_root(num_bytes[len(lineage.maker)])
+    lineage.add_roots(num_bytes[len(lineage.maker) :])
     if lineage.taken != taken:
         raise ValueError("the lineage writes over other values than there are")
     return lineage.frozen()
@@ -407,32 +401,23 @@ def _check_below(name: str, found: Iterable[int], end: int) -> None:
         raise ValueError(f"{name} is {largest}; expected less than {end}")
 
 
-def _texts_of(texts: Sequence[str]) -> Callable[[Any], str]:
-    known = [_checked(text, str) for text in texts]
-    return lambda number: known[_whole(number)]
-
-
 def _checked(value: Any, kind: type[_T]) -> _T:
     if type(value) is not kind:
         raise TypeError(f"found {value!r}; expected {kind.__name__}")
     return value
 
 
-def _whole(value: Any, *, least: int | None = 0) -> int:
-    if least is not None and _checked(value, int) < least:
-        raise ValueError(f"found {value}; expected {least} or more")
-    return _checked(value, int)
+def _whole(value: Any) -> int:
+    if _checked(value, int) < 0:
+        raise ValueError(f"found {value}; expected 0 or more")
+    return int(value)
 
 
-def _wholes(values: Iterable[Any], *, least: int | None = 0) -> tuple[int, ...]:
-    return tuple(_whole(value, least=least) for value in values)
+def _wholes(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(_whole, values))
 
 
 def _flops(value: Any) -> float:
     if not isinstance(value, int | float) or not value >= 0:
         raise ValueError(f"found {value!r} FLOPs")
     return float(value)
-
-
-def _number(value: float) -> int | float:
-    return int(value) if value.is_integer() else value  # which is shorter
