@@ -22,6 +22,7 @@ from memkit._version import __version__
 from memkit.core.extras import library
 from memkit.page.under_plan import under_plan
 from memkit.plan import Action, MemoryPlan, StepTrace
+from memkit.plan.step import short_name
 
 # A `MemoryReport` and its parts: `to_html` is a method of the report, so pages are below profiles and can't import these.
 Report = Any
@@ -50,11 +51,6 @@ def memory_of(report: Report) -> Memory | None:
 
 def peak_bytes_of(report: Report) -> Any:
     return report.step_peak_bytes if report.step_peak_bytes is not None else report.forward_peak_bytes
-
-
-def op_name(op: str) -> str:
-    """Return an op's short name: "native_batch_norm" for "aten.native_batch_norm.default"."""
-    return op.removeprefix("aten.").partition(".")[0] if op.startswith("aten.") else op
 
 
 MOST_POINTS = 2000
@@ -97,11 +93,7 @@ def categories_of(memory: Memory) -> dict[str, Sequence[int]]:
 
 def timeline_of(memory: Memory) -> dict[str, Any]:
     """Return the timeline as JSON values. Texts are listed once and referred to by number."""
-    texts: dict[str, int] = {}
-
-    def number(text: str) -> int:
-        return texts.setdefault(text, len(texts))
-
+    texts: dict[str, int] = defaultdict(lambda: len(texts))
     levels, spans = categories_of(memory), spans_of(memory)
     edges = [place for _, begin, end in spans for place in (begin, end - 1)]
     highest = [max(range(len(level)), key=level.__getitem__) for level in levels.values()]
@@ -111,13 +103,13 @@ def timeline_of(memory: Memory) -> dict[str, Any]:
     return {
         "num_moments": len(memory.moments),
         "x": places,
-        "ops": [number(op_name(memory.moments[place].op)) for place in places],
-        "modules": [number(memory.moments[place].module) for place in places],
+        "ops": [texts[short_name(memory.moments[place].op)] for place in places],
+        "modules": [texts[memory.moments[place].module] for place in places],
         "series": [{"key": name, "y": [level[place] for place in places]} for name, level in levels.items()],
         "phases": [{"name": name, "begin": begin, "end": end} for name, begin, end in spans],
         "peak": places.index(memory.peak),
         "storages": [
-            [names.index(it.category.value), number(it.module), number(it.what), it.num_bytes, it.begin, it.end]
+            [names.index(it.category.value), texts[it.module], texts[it.what], it.num_bytes, it.begin, it.end]
             for it in largest
             if it.num_bytes and it.begin < it.end
         ],

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from memkit.core.sizes import ALIGNMENT_BYTES, rounded
-from memkit.page.document import CATEGORIES, Memory, Report, Storage, memory_of, op_name
+from memkit.page.document import CATEGORIES, Memory, Report, Storage, memory_of
 
 _BEGIN = 2**36
 _PER_MOMENT_US = 1000
@@ -65,7 +65,7 @@ def _rounded(storage: Storage) -> int:
 def _frames(storage: Storage) -> list[dict[str, Any]]:
     category = storage.category.value
     return [
-        {"name": op_name(storage.what), "filename": CATEGORIES.get(category, (category,))[0], "line": 0},
+        {"name": storage.what, "filename": CATEGORIES.get(category, (category,))[0], "line": 0},
         {"name": storage.module or "(model)", "filename": "module", "line": 0},
     ]
 

@@ -133,6 +133,12 @@ class GrowingLineage(Lineage):
         return outs
 
 
+def short_name(op: str) -> str:
+    """Return an op's name without namespace and overload: "mm" for "aten.mm.default"."""
+    parts = op.split(".")
+    return parts[1] if len(parts) == 3 else op
+
+
 def ends_of(nodes: Sequence[int]) -> tuple[int, ...]:
     """Return for each request the first later one from another node; `nodes` has each request's node."""
     ends: list[int] = []

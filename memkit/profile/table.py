@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memkit.core.sizes import MIB, format_mib, unit_of
 from memkit.core.terminal import LAST, TextColumn, table_text, wrapped
-from memkit.profile.alive import AliveItem, MemoryCategory, Moment, Phase, StepMemory, grouped, short_name
+from memkit.page.document import CATEGORIES
+from memkit.plan.step import short_name
+from memkit.profile.alive import AliveItem, MemoryCategory, Moment, Phase, StepMemory, grouped
 from memkit.profile.tree import MEANINGS, OUTSIDE_NAME, ROOT_NAME, Mark, children_of
 
 if TYPE_CHECKING:
@@ -18,16 +20,6 @@ if TYPE_CHECKING:
     from memkit.profile.tree import Shapes
 
 
-PLURALS = {
-    MemoryCategory.PARAM: "parameters",
-    MemoryCategory.BUFFER: "buffers",
-    MemoryCategory.INPUT: "inputs",
-    MemoryCategory.OPTIMIZER_STATE: "optimizer states",
-    MemoryCategory.GRAD: "gradients",
-    MemoryCategory.ACTIVATION: "activations",
-    MemoryCategory.PARAM_CAST: "parameter casts",
-    MemoryCategory.TEMP: "temporaries",
-}
 _LEAST_SHARE = 0.005
 """Categories below this share of the peak are summed up."""
 _UNSEEN = "other tensors, workspaces and rounding"
@@ -50,7 +42,7 @@ def peak_words(report: MemoryReport) -> str | None:
     shown, rest, least = [], peak_bytes, max(_LEAST_SHARE * peak_bytes, 0.05 * unit_bytes)  # less would print as 0.0
     for category, num_bytes in memory.category_bytes(memory.peak).items():
         if num_bytes >= least:
-            shown.append(f"{PLURALS[category]} {num_bytes / unit_bytes:.1f}")
+            shown.append(f"{CATEGORIES[category.value][0]} {num_bytes / unit_bytes:.1f}")
             rest -= num_bytes
     if rest >= least:
         # a measured peak also has bytes of no tensor of the step
@@ -472,8 +464,8 @@ def compare(before: MemoryReport, after: Any) -> Comparison:
     if peak.before is None or peak.after is None:
         peak = ComparedFigure(name="peak of the forward", before=before.forward_peak_bytes, after=after.forward_peak_bytes)
     parts = [
-        ComparedFigure(name=f"... {PLURALS[category]}", before=_at_peak(before, category), after=_at_peak(after, category))
-        for category in MemoryCategory
+        ComparedFigure(name=f"... {CATEGORIES[it.value][0]}", before=_at_peak(before, it), after=_at_peak(after, it))
+        for it in MemoryCategory
     ]
     parts.sort(key=lambda figure: -max(figure.before or 0, figure.after or 0))
     kept = ComparedFigure(name="saved activations", before=before.activation_bytes, after=after.activation_bytes)

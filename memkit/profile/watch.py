@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,9 @@ from memkit.core.owners import ModelStorages
 from memkit.core.sizes import rounded
 from memkit.core.tensors import storage_key, storages_of, unique_storages
 from memkit.device.base import Device, Event, MemoryCounter
-from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory, short_name
+from memkit.plan.step import short_name
+from memkit.plan.timeline import Levels
+from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory
 from memkit.profile.calls import CallStack, Gauge, PeakGauge
 from memkit.profile.report import SavedCategory, SavedTensorRecord
 from memkit.profile.step import ProfiledStep, nothing, say_where
@@ -176,12 +177,11 @@ class StorageLog(MemoryCounter):
 
     def gathered_bytes(self) -> int:
         """Return the peak of gathered parameters, with their communication buffers."""
-        changes = [0] * (len(self._moments) + 2)
+        levels = Levels(len(self._moments) + 1)
         for entry in self._entries:
             if entry.is_gathered:
-                changes[entry.begin] += entry.num_bytes
-                changes[len(self._moments) + 1 if entry.end is None else entry.end] -= entry.num_bytes
-        return max(accumulate(changes))
+                levels.add(entry.begin, len(self._moments) + 1 if entry.end is None else entry.end, entry.num_bytes)
+        return levels.peak_bytes
 
     def finished(self, states: Iterable[AliveStorage] = (), *, optimizer: str | None = None) -> StepMemory:
         """Return the `StepMemory`. `states` are the optimizer's, there all the time; its step follows the last op."""
