@@ -25,15 +25,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COPIED_BYTES = {"cuda": 256 * 2**20}
 _UPDATE_THREADS = (1, 4, 8, 16)
 _DISK_THREADS = (1, 4, 8)
-_BOTH_S = 1.0
-"""Copies and updates run at once for about this many seconds."""
+_BOTH_S = 1.0  # copies and updates run at once for about this many seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSizes:
     block_numel: int
-    num_blocks: int
-    """With their states, all blocks are larger than the processor's cache."""
+    num_blocks: int  # with their states, all blocks are larger than the processor's cache
     copied_bytes: int
     disk_chunk_bytes: int
     num_disk_chunks: int
@@ -106,8 +104,7 @@ class HostUpdates:
             update(block)
 
     def measure_beside_copies(self, device: Device, both_bytes_per_s: float) -> tuple[float, float]:
-        """Return the parameters per second with the most threads while copies run in both directions, and the bytes per second
-        of these copies in each direction. The estimate `both_bytes_per_s` sets their number."""
+        """Return the updates per second while copies run both ways, and the bytes per second of these copies each way."""
         num_bytes = self._sizes.copied_bytes
         num_copies = max(2, min(round(_BOTH_S * both_bytes_per_s / num_bytes), 400))
         blocks = itertools.cycle(self._blocks)
@@ -171,8 +168,7 @@ def _host_text(spec: GpuSpec, width: int) -> str:
 
 
 def measure_machine(device: Device, *, disk: Disk | None = None) -> GpuSpec:
-    """Measure a device, its link and its host; return them as a spec. A disk takes up to a minute, the rest seconds. The
-    deviation of single kinds of ops (`GpuSpec.factors`) is not measured: the factors are those of an H200."""
+    """Measure a device, its link and its host; return them as a spec, with an H200's factors of single kinds of ops."""
     num_bytes = _COPIED_BYTES.get(device.torch_device.type, 2**20)
     with torch.no_grad(), _within(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"):
         bytes_per_s = measure_ceilings(device).bytes_per_s

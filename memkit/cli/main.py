@@ -62,8 +62,7 @@ def _status(error: Exception) -> int:
     return 2 if isinstance(error, (MemkitError, OSError, ImportError)) and not in_model else 1
 
 
-_OF_MODEL = ("memkit: raised ", "memkit: out of memory ")
-"""Prefixes of the notes on exceptions that a model has raised."""
+_OF_MODEL = ("memkit: raised ", "memkit: out of memory ")  # prefixes of the notes on exceptions that a model has raised
 
 
 def _fail(message: str, *, status: int = 2) -> int:
@@ -154,8 +153,7 @@ def _add_model(parser: argparse.ArgumentParser, *, spec: str = _AS_PROFILE, inpu
 
 
 def _check_model(options: argparse.Namespace) -> None:
-    """Raise if no model or no input was given. argparse would report that before a misspelled option, and building the model
-    would import torch first."""
+    """Raise if no model or no input was given: argparse would say so before it names a misspelled option."""
     if not hasattr(options, "spec"):
         return
     if not options.inputs:

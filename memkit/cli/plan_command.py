@@ -28,9 +28,7 @@ from memkit.weights.selection import find_layers
 
 
 def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offload: bool = False) -> ShardPlan:
-    """Return the bytes that the first of `num_ranks` ranks takes of a model and an optimizer (a name), with states counted on
-    the shards and one layer gathered ahead; `offload`: shards, their gradients and states are in host memory. Raises ValueError
-    if `memkit.shard` would refuse the model, ProfileError if the optimizer does not step without data."""
+    """Return the bytes that the first of `num_ranks` ranks takes of a model and an optimizer, one layer gathered ahead."""
     layers = _layers_of(model)
     inside = {id(item) for layer in layers.values() for item in layer.parameters()}
     outside = [item for item in model.parameters() if id(item) not in inside]
@@ -49,9 +47,7 @@ def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offloa
 
 
 def trace_on_rank(report: MemoryReport, model: nn.Module, shards: ShardPlan) -> StepTrace:
-    """Return the trace of a step on one rank with the report's inputs, without optimizer states. Shards, and the bytes gathered
-    at a time, exist all the time. A layer's unsharded gradients are freed when those of the next layer in the backward are
-    complete, with the buffer that they are reduced from. Those of parameters in no layer stay to the end."""
+    """Return the trace of a step on one rank; a layer's unsharded gradients are freed when those of the next are complete."""
     trace, memory = report.trace, report.step_memory
     assert trace is not None
     assert memory is not None

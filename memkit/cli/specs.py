@@ -33,9 +33,7 @@ class UsageError(MemkitError):
 
 
 def build_model(spec: str, device: torch.device) -> nn.Module:
-    """Return the model that SPEC names, with random weights, on `device`: "torchvision:NAME"; "timm:NAME"; "hf:CONFIG.json" for
-    a configuration of transformers, or a folder with one; or "package.module:factory" for a module, or a callable without
-    arguments that returns one. The current folder is searched, too. The model's own exceptions get a note that says so."""
+    """Return the model that SPEC names, with random weights, on `device`; its own exceptions get a note that says so."""
     place, _, name = spec.partition(":")
     try:
         return _build(_FACTORIES[place](name) if place in _FACTORIES else _factory(place, name), spec, device)
@@ -173,7 +171,6 @@ def model_of(options: argparse.Namespace, device: torch.device) -> nn.Module:
 def profiled(
     options: argparse.Namespace, model: nn.Module, inputs: Iterable[Input], device: torch.device, **how: Any
 ) -> MemoryReport:
-    """Return the profile of a model with inputs that were asked for; `how` are further arguments of `profile_memory`."""
     with _needing_memory():
         given, named = make_inputs(model, inputs, dtype_name=options.dtype or "float32", device=device)
     # On meta, any autocast counts as the target's, and the CPU's exists on every machine.
@@ -186,11 +183,7 @@ def profiled(
 def make_inputs(
     model: nn.Module, inputs: Iterable[Input], *, dtype_name: str, device: torch.device
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return a model's inputs, by position and by keyword: random values, or indices that are valid in any table.
-
-    Inputs without a dtype have `dtype_name`; those of a transformers model have its own dtype, or integers for names such as
-    "input_ids", "labels" and "attention_mask".
-    """
+    """Return a model's inputs, by position and by keyword: random values, or indices that are valid in any table."""
     names = list(inspect.signature(model.forward).parameters)
     if _is_of_transformers(model) and isinstance(getattr(model, "dtype", None), torch.dtype):
         dtype_name = str(model.dtype).removeprefix("torch.")

@@ -1,5 +1,4 @@
-"""A callback's features, attached when a training begins and removed when it ends. A streaming model stays where `LayerOffload`
-has put it, even if the training loop moves it."""
+"""A callback's features, attached when a training begins and removed when it ends."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ _begun_states: weakref.WeakSet[StateOffload] = weakref.WeakSet()
 
 
 class Features:
-    """The features of a callback: contexts that are attached to a model while it trains, `LayerOffload`s of models that already
-    stream, and a factory of `StateOffload`s. `owner` is the name of the callback, for errors."""
+    """The features of a callback; `owner` is its name, for errors."""
 
     def __init__(self, owner: str, features: Sequence[object]) -> None:
         self.owner = owner

@@ -17,24 +17,17 @@ class Loop:
     """The settings of a training loop before it begins, by their own names, for errors."""
 
     device: torch.device
-    replicas: str | None = None
-    """The setting by which one process replicates the model on several GPUs, if any."""
+    replicas: str | None = None  # the setting by which one process replicates the model on several GPUs, if any
     num_processes: int = 1
-    shards: str | None = None
-    """The setting that moves or shards the weights."""
-    is_fsdp2: bool = False
-    """Whether `shards` is FSDP2, with each parameter sharded by itself (`DTensor`)."""
-    flattens: str | None = None
-    """The first version of FSDP, which flattens the weights of a layer into one parameter."""
+    shards: str | None = None  # the setting that moves or shards the weights
+    is_fsdp2: bool = False  # whether `shards` is FSDP2, with each parameter sharded by itself (`DTensor`)
+    flattens: str | None = None  # the first version of FSDP, which flattens the weights of a layer into one parameter
     casts: str | None = None
-    scales: str | None = None
-    """The setting that scales the loss with torch's own `GradScaler`."""
-    takes_gradients: str | None = None
-    """The setting that reads gradients between the backward and the step."""
+    scales: str | None = None  # the setting that scales the loss with torch's own `GradScaler`
+    takes_gradients: str | None = None  # the setting that reads gradients between the backward and the step
     compiles: str | None = None
     checkpoints: str | None = None
-    clips: str | None = None
-    """The setting, or the loop itself, that clips gradients after the backward, or computes their norm."""
+    clips: str | None = None  # the setting, or the loop itself, that clips gradients after the backward, or computes their norm
     accumulates: str | None = None
 
 

@@ -25,14 +25,12 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 _LARGEST_SIDES = (None, 256, 24)
 """Longest sides of the parameters to try, in turn: None for the original sizes, without data; then smaller ones."""
 _LARGEST_NUMEL = 2**16
-_LONGER = 16
-"""A vector may be longer than a side of a matrix by this factor."""
+_LONGER = 16  # a vector may be longer than a side of a matrix by this factor
 
 
 @dataclass(frozen=True, slots=True)
 class KeptState:
-    """One tensor that an optimizer keeps for a parameter. It has 0 bytes if it shares another one's, and no dtype if it wraps
-    others. `is_number`: it has no dimensions, as a count of steps; `is_there`: it is on the device of the parameter."""
+    """One tensor that an optimizer keeps for a parameter; it has 0 bytes if it shares another one's."""
 
     name: str
     num_bytes: int

@@ -1,5 +1,5 @@
-"""The interfaces between a `StateOffload` that steps within the backward, and features that know when a gradient is complete: a
-`LayerOffload` that streams layers, and `shard` of layers whose shards are in host memory."""
+"""The interfaces between a `StateOffload` that steps within the backward, and features that know when a gradient is
+complete."""
 
 from __future__ import annotations
 

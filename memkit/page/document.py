@@ -1,8 +1,5 @@
-"""The page of a report: one self-contained HTML file with its data as JSON, styles, scripts and plotly.js.
-
-Bytes are integers, seconds are numbers; the page chooses units. Curves of bytes over time keep few points, which keep the
-shape.
-"""
+"""The page of a report: one self-contained HTML file with its data as JSON (bytes and seconds), styles, scripts and
+plotly.js."""
 
 from __future__ import annotations
 
@@ -40,8 +37,7 @@ CATEGORIES = {
     "activation": ("activations", "made in the forward and kept for the backward"),
     "temp": ("temporaries", "everything else: what passes from one operation to the next"),
 }
-"""The page's name and explanation of each category of bytes, from the bottom of the stack to its top: the longest-lived is
-lowest."""
+"""The name and explanation of each category of bytes, from the bottom of the page's stack to its top."""
 
 
 def memory_of(report: Report) -> Memory | None:
@@ -54,8 +50,7 @@ def peak_bytes_of(report: Report) -> Any:
 
 
 MOST_POINTS = 2000
-MOST_STORAGES = 6000
-"""The most storages whose lifetimes are on a page, the largest ones."""
+MOST_STORAGES = 6000  # the most storages whose lifetimes are on a page, the largest ones
 _MOST_POINTS_OF_A_PLAN = MOST_POINTS // 2
 _MOST_MODULES_OF_A_PLAN = 200
 _MOST_SHAPES = 2

@@ -25,9 +25,7 @@ def write_snapshot(report: Report, path: str | os.PathLike[str]) -> None:
 
 
 def snapshot_of(report: Report) -> dict[str, Any]:
-    """Return the step of a report in the format of `torch.cuda.memory._snapshot` (hence Any). Storages from before the first op
-    are allocated first. Each allocation has two frames in place of lines of code: the op and the module. Raises ValueError if
-    the report does not know the step moment by moment."""
+    """Return the step of a report in the format of `torch.cuda.memory._snapshot` (hence Any), with op and module as frames."""
     memory = memory_of(report)
     if memory is None:
         raise ValueError(
@@ -71,8 +69,7 @@ def _frames(storage: Storage) -> list[dict[str, Any]]:
 
 
 def _placed(storages: Sequence[Storage]) -> tuple[list[int], int]:
-    """Return an address for each storage, so that none overlap at any time, and the size of the address range. Each storage
-    goes to the smallest gap that holds it, or to the end."""
+    """Return an address for each storage, so that none overlap at any time, and the size of the address range."""
     addresses, end = [0] * len(storages), _BEGIN
     gaps, ending = list[tuple[int, int]](), list[tuple[int, int]]()
     for index in sorted(range(len(storages)), key=lambda index: storages[index].begin):

@@ -12,9 +12,7 @@ from memkit.plan.timeline import Levels
 
 
 def under_plan(trace: StepTrace, plan: MemoryPlan) -> tuple[list[int], list[int]]:
-    """Return the difference between a step under a plan and the plain one at each moment of its trace: bytes of saved values
-    and of values held to recompute them; and the bytes that recomputing takes on top. Raises ValueError if the plan is for
-    another step."""
+    """Return for each moment how the bytes under a plan differ from the plain step's, and what recomputing takes on top."""
     plan.check(trace)
     walk = _Walk(trace, plan)
     saved = walk.saved()
@@ -92,8 +90,7 @@ class _Walk:
         return found
 
     def again(self, saved: Sequence[int]) -> list[int]:
-        """Return for each place the bytes that replays take on top. They run before the op of their place, so beside the
-        storages that the previous op has left."""
+        """Return for each place the bytes that replays take on top; they run before the op of their place."""
         trace = self.trace
         held = Levels(self.num_places)
         for value in self.first_save:

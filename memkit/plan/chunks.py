@@ -8,17 +8,14 @@ from enum import Enum
 
 from memkit.core.sizes import ALIGNMENT_BYTES, rounded
 
-HEADER_BYTES = 512
-"""Offset of the first tensor: compilers treat offset 0 as a special case."""
+HEADER_BYTES = 512  # offset of the first tensor: compilers treat offset 0 as a special case
 
 
 class Residency(Enum):
     """Where a chunk's current bytes are: a layer's weights, or optimizer states that move together."""
 
-    HOST = "host"
-    """In host memory only."""
-    IN_FLIGHT = "in flight"
-    """On the host or a disk; a copy to the device is under way or about to begin."""
+    HOST = "host"  # in host memory only
+    IN_FLIGHT = "in flight"  # on the host or a disk; a copy to the device is under way or about to begin
     DEVICE = "device"
     """On the device, with an equal copy at their origin, unless the caller has written to host memory since. States that stay
     on the device have no such copy."""
@@ -28,8 +25,7 @@ class Residency(Enum):
     DIRTY = "dirty"
     """On the device only: the copy at the origin is older. Of states stepped on the host: they are current, and the parameters
     on the device are older."""
-    DISK = "disk"
-    """In a file, or in a buffer on the way there, only."""
+    DISK = "disk"  # in a file, or in a buffer on the way there, only
 
     def may_become(self, following: Residency) -> bool:
         return following in _FOLLOWING[self]
@@ -70,8 +66,8 @@ class ChunkLayout:
 
 
 def lay_out(groups: Sequence[Sequence[tuple[int, int]]]) -> ChunkLayout:
-    """Return where tensors lie in a chunk. Each group holds the (begin, end) bytes of tensors in one storage; tensors that
-    overlap there overlap in the chunk."""
+    """Return where groups of (begin, end) bytes in one storage each lie in a chunk; what overlaps there overlaps in the
+    chunk."""
     regions, end = [], HEADER_BYTES
     for group in groups:
         low, high = min(begin for begin, _ in group), max(stop for _, stop in group)

@@ -12,22 +12,17 @@ from dataclasses import dataclass
 
 from memkit.plan.ratio import Forecast
 
-BATCH_BYTES = 2**20
-"""Smaller copies are batched up to this size: alone they do not fill the link."""
+BATCH_BYTES = 2**20  # smaller copies are batched up to this size: alone they do not fill the link
 _MOST_COPIES = 64
-_MOST_WAIT = 8
-"""A batch waits at most this many saves to fill up."""
-_LEAD = 16
-"""A batch is fetched at least this many requests before its first use."""
+_MOST_WAIT = 8  # a batch waits at most this many saves to fill up
+_LEAD = 16  # a batch is fetched at least this many requests before its first use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopySchedule:
-    """What is due at each save and at each request of the backward. Batches leave and return in order, so counts identify
-    them."""
+    """What is due at each save and request; batches leave and return in order, so counts identify them."""
 
-    out: tuple[tuple[int, ...], ...]
-    """The batches that leave, as numbers of values."""
+    out: tuple[tuple[int, ...], ...]  # the batches that leave, as numbers of values
     num_sent: tuple[int, ...]
     """For each save, how many batches have been issued once it is noted; the last entry is for the end of the forward."""
     num_released: tuple[int, ...]
@@ -35,8 +30,7 @@ class CopySchedule:
     back: tuple[tuple[int, ...], ...]
     requests: tuple[int, ...]
     """The values that the backward requests, by first request: the offloaded ones, and those whose request starts a fetch."""
-    num_fetched: tuple[int, ...]
-    """For each request, how many returning batches have been issued before it is served."""
+    num_fetched: tuple[int, ...]  # for each request, how many returning batches have been issued before it is served
     peak_bytes: int
     num_released_at_request: int = 0
     """How many batches the device has freed once the backward requests anything, if more than before."""

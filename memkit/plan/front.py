@@ -44,18 +44,14 @@ class FrontRow:
     budget_bytes: int
     peak_bytes: int | None = None
     step_s: float | None = None
-    bound_s: float | None = None
-    """No plan of the budget takes less; None without scipy as well."""
-    replayed_s: float = 0.0
-    """Seconds of ops that run again, part of `step_s`."""
+    bound_s: float | None = None  # no plan of the budget takes less; None without scipy as well
+    replayed_s: float = 0.0  # seconds of ops that run again, part of `step_s`
     moved_bytes: int = 0
     num_kept: int = 0
     num_moved: int = 0
     num_again: int = 0
-    offload_s: float | None = None
-    """The step with the best plan that only offloads."""
-    recompute_s: float | None = None
-    """The step with the best plan that only recomputes."""
+    offload_s: float | None = None  # the step with the best plan that only offloads
+    recompute_s: float | None = None  # the step with the best plan that only recomputes
     checkpoint: CheckpointedBlocks | None = None
     """The step with the fewest blocks checkpointed, evenly spaced; None if the model has no repeated blocks."""
 
@@ -68,8 +64,7 @@ class LargestBatch:
     num_plain: int
     num_planned: int
     is_plain_found: bool = True
-    is_planned_found: bool = True
-    """False if the search stopped early: more may fit."""
+    is_planned_found: bool = True  # False if the search stopped early: more may fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,16 +76,13 @@ class Front:
     optimizer: str | None
     plain_s: float
     plain_peak_bytes: int
-    least_bytes: int
-    """The smallest budget with a plan."""
+    least_bytes: int  # the smallest budget with a plan
     least_module: str
     least_op: str
     rows: tuple[FrontRow, ...]
     batch: LargestBatch | None = None
-    ranks: ShardPlan | None = None
-    """Of a split model: the bytes of each rank, which all peaks include."""
-    notes: tuple[str, ...] = ()
-    """Reasons why the figures are unsure."""
+    ranks: ShardPlan | None = None  # of a split model: the bytes of each rank, which all peaks include
+    notes: tuple[str, ...] = ()  # reasons why the figures are unsure
 
     def to_json(self, plans: Mapping[int, Any]) -> str:
         content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "memkit": __version__, **asdict(self)}
@@ -199,8 +191,8 @@ def _checkpointed(problem: Problem, blocks: Sequence[ModuleOps]) -> Checkpointed
 
 
 def _saved_last(problem: Problem, actions: Sequence[Action], block: ModuleOps) -> tuple[int, int]:
-    """Return the last op of a block whose result is saved in it, and the bytes saved in it that stay because later ops read
-    them: these exist twice while the block runs again."""
+    """Return a block's last op whose result is saved in it, and the bytes saved in it that later ops read, which exist
+    twice."""
     lineage, trace = problem.lineage, problem.trace
     last, num_bytes = block.begin - 1, 0
     for held, action in zip(problem.values, actions, strict=True):
@@ -223,8 +215,7 @@ def fewest_that_fit(
 
 
 def default_budgets(problem: Problem, least_bytes: int, num_budgets: int) -> list[int]:
-    """Return budgets at even distances, from the plain step's peak, or the GPU's memory if less, down to the least. Raises
-    BudgetInfeasible if the GPU has less than that."""
+    """Return budgets at even distances, from the plain step's peak, or the GPU's memory if less, down to the least."""
     gpu = problem.gpu
     if least_bytes > gpu.memory_bytes:
         raise BudgetInfeasible(

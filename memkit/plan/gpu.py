@@ -221,8 +221,7 @@ def _from_datasheet(
 _PCIE4 = (25.0, 25.0, 21.0)
 """GB/s of PCIe 4 x16 from pinned memory. Source: about 25 each way by nvbandwidth on many machines; the figure for both at once
 is scaled as on PCIe 5, and differs between boards."""
-_PCIE5 = (55.3, 55.5, 50.8)
-"""GB/s of PCIe 5 x16, as measured by memkit beside an H200."""
+_PCIE5 = (55.3, 55.5, 50.8)  # GB/s of PCIe 5 x16, as measured by memkit beside an H200
 _C2C = (290.0, 370.0, 250.0)
 _HOPPER = (989.4, 494.7, 66.9)
 _AMPERE = (312.0, 156.0, 19.5)

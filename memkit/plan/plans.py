@@ -257,13 +257,10 @@ class Plan(_Explained):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedReplay:
     request: int
-    """The request of the value, or the first of several with no op between them: all their replays run before it is
-    answered."""
+    """The request of the value, or the first of several with no op between them."""
     value: int
-    ops: tuple[int, ...]
-    """Ops of the lineage, in this order."""
-    stays: tuple[int, ...] = ()
-    """Other values that are made on the way, and stay for their own requests."""
+    ops: tuple[int, ...]  # ops of the lineage, in this order
+    stays: tuple[int, ...] = ()  # other values that are made on the way, and stay for their own requests
 
 
 def _values_of(step: Step) -> dict[str, Any]:
@@ -278,18 +275,14 @@ def _values_of(step: Step) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """Identifies the step that a plan is for."""
-
     model: str
     inputs: str
-    target: str
-    """The device whose kernels the trace imitated or used."""
+    target: str  # the device whose kernels the trace imitated or used
     num_forward_ops: int
     num_ops: int
     saves: tuple[tuple[int, int], ...]
     uses: tuple[int, ...]
-    ops_digest: str
-    """Digest of the values that each op reads and makes: replays name ops by number."""
+    ops_digest: str  # digest of the values that each op reads and makes: replays name ops by number
 
     @classmethod
     def of(cls, trace: StepTrace) -> PlannedStep:
@@ -303,7 +296,6 @@ class PlannedStep:
         )
 
     def difference_of(self, step: Step) -> str:
-        """Return the first difference to a running step, "" if there is none."""
         return self.difference(replace(self, **_values_of(step)))
 
     def difference(self, other: PlannedStep) -> str:

@@ -28,8 +28,7 @@ def check_ratio(ratio: object, *, where: str) -> float:
 def first_to_leave(
     sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = (), weights: Sequence[float] = ()
 ) -> tuple[list[int], int]:
-    """Return the indices of the saves that leave, the shortest prefix that reaches the share, and the bytes of all unheld
-    saves."""
+    """Return the saves that leave, the shortest prefix that reaches the share, and the bytes of all that are not held."""
     movable = [index for index in range(len(sizes_bytes)) if index not in held]
     seen_bytes = sum(sizes_bytes[index] for index in movable)
     chosen: list[int] = []
@@ -77,17 +76,14 @@ class RatioSoFar:
 
     def __init__(self, ratio: float, window_bytes: int | None = None) -> None:
         self.ratio = ratio
-        self.window_bytes = 0
-        """The window: as requested, or twice the largest storage of the plan or seen so far."""
+        self.window_bytes = 0  # the window: as requested, or twice the largest storage of the plan or seen so far
         self.offload_bytes = 0
         self.kept_bytes = 0
-        self.limit_bytes = 0
-        """Bytes that the device may hold if no other forward is alive."""
+        self.limit_bytes = 0  # bytes that the device may hold if no other forward is alive
         self._asked_window_bytes = window_bytes
         self._seen_bytes = self._moved_bytes = self._largest_bytes = 0
         self.stays_more_bytes = 0
-        """Bytes that stay beyond the plan, for lack of host memory or at the user's request, less those that leave beyond
-        it."""
+        """Bytes that stay beyond the plan, less those that leave beyond it."""
         self.follow(None)
 
     def follow(self, plan: Plan | None, *, is_late: bool = False) -> None:
@@ -189,7 +185,6 @@ def auto_ratio(
     link: Link,
     window_bytes: int | None = None,
 ) -> float:
-    """Return the largest ratio whose copies hide behind the computation."""
     sizes = [save.num_bytes for save in saves]
     held = frozenset(index for index, save in enumerate(saves) if save.is_held)
     movable = [size for index, size in enumerate(sizes) if index not in held]

@@ -1,5 +1,4 @@
-"""Regions: module calls that are recomputed as a whole. Which calls to choose, the step's seconds and bytes with them, and the
-room left for other saved values."""
+"""Regions, module calls that are recomputed as a whole: which to choose, and the room left for other saved values."""
 
 from __future__ import annotations
 
@@ -20,36 +19,26 @@ from memkit.plan.timeline import Levels
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCall:
     name: str
-    number: int
-    """Earlier calls of the same module."""
-    parent: int
-    """Index of the enclosing call, -1 for an outermost one."""
-    saves: tuple[int, int]
-    """Its first save, and the first after it."""
+    number: int  # earlier calls of the same module
+    parent: int  # index of the enclosing call, -1 for an outermost one
+    saves: tuple[int, int]  # its first save, and the first after it
     ops: tuple[int, int]
     """Its first op that may run again, and the first op after its last save, where the second run of a region ends."""
-    num_ops: int
-    """Ops of any kind up to that end."""
-    inputs: tuple[int, ...]
-    """Values that it reads and that were made earlier in the step."""
+    num_ops: int  # ops of any kind up to that end
+    inputs: tuple[int, ...]  # values that it reads and that were made earlier in the step
     shapes: tuple[tuple[int, ...], ...] = ()
     why_not: str = ""
-    device_s: float = 0.0
-    """Device seconds if it runs compiled, so that its ops are unseen."""
-    is_span: bool = False
-    """Whether it stands for neighboring children of a `Sequential`, as if they were in a module."""
+    device_s: float = 0.0  # device seconds if it runs compiled, so that its ops are unseen
+    is_span: bool = False  # whether it stands for neighboring children of a `Sequential`, as if they were in a module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
-    op_s: float
-    """On an op, with everything else that it costs in a module."""
-    recorded_s: float
-    """On recording an op, beyond that."""
+    op_s: float  # on an op, with everything else that it costs in a module
+    recorded_s: float  # on recording an op, beyond that
     saved_s: float  # on a save, and its request, while ops are recorded
     replayed_s: float  # on an op that is replayed from the record
-    region_s: float
-    """On a region, beyond the ops that run again."""
+    region_s: float  # on a region, beyond the ops that run again
     is_device: bool = False  # then nothing overlaps
 
     def step_s(self, device_s: float, host_s: float) -> float:
@@ -67,10 +56,8 @@ class RegionChoice:
 
 class RegionBytes(NamedTuple):
     dropped: frozenset[int]
-    inputs: tuple[int, ...]
-    """Values held for it, saved or not."""
-    peak_bytes: int
-    """Peak of what its second run has made and still holds."""
+    inputs: tuple[int, ...]  # values held for it, saved or not
+    peak_bytes: int  # peak of what its second run has made and still holds
 
 
 class RegionNeeds(NamedTuple):
@@ -126,11 +113,9 @@ def _joined(row: Sequence[_Span]) -> list[_Span]:
 _DIGITS = re.compile(r"\d+")
 _MOST_WORK = 6_000_000
 """The most saves and regions to walk in all simulations of a step, and as many again with spans: a few seconds."""
-_MOST_LISTED = 512
-"""Up to this many choices, all are simulated."""
+_MOST_LISTED = 512  # up to this many choices, all are simulated
 _LESS, _FAR_LESS = 0.99, 0.9
-"""A group of layers is added if the peak falls below this fraction; below the second one, it replaces layers that enclose it or
-lie in it."""
+"""A group of layers is added if the peak falls below the first fraction; below the second, it replaces nested ones."""
 _MOST_SWAPPED = 24
 
 
@@ -155,8 +140,7 @@ class RegionPlanner:
         for index, value in enumerate(step.saves):
             first.setdefault(value, index)
             last[value] = index
-        self._freed: list[int] = []
-        """The bytes that each call alone as a region frees in the forward."""
+        self._freed: list[int] = []  # the bytes that each call alone as a region frees in the forward
         for call, saved, inputs in zip(calls, self._saved, self._inputs, strict=True):
             start, stop = call.saves
             gone = [value for value in saved.difference(inputs) if start <= first[value] and last[value] < stop]
@@ -455,14 +439,10 @@ def _counts(size: int) -> list[int]:
 
 
 class Moving(NamedTuple):
-    limit_bytes: int
-    """Limit for saved values, the offloaded ones included."""
-    kept_bytes: int
-    """Bytes of saved values that are not dropped."""
-    num_bytes: int
-    """Of these, the bytes that leave: their copies hide behind the computation."""
-    window_bytes: int
-    """Of these, the bytes in transfer that the device may hold at a time."""
+    limit_bytes: int  # limit for saved values, the offloaded ones included
+    kept_bytes: int  # bytes of saved values that are not dropped
+    num_bytes: int  # of these, the bytes that leave: their copies hide behind the computation
+    window_bytes: int  # of these, the bytes in transfer that the device may hold at a time
 
 
 def fit_regions(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: int) -> int | None:

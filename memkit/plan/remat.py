@@ -28,8 +28,7 @@ class CutPlaces:
         saved_after = [0] * (num_ops + 2)
         for value in set(step.saves):
             saved_after[max(lineage.maker[value], 0)] += lineage.num_bytes[value]
-        self._reached = list(accumulate(saved_after))
-        """The saved bytes that are made up to each op."""
+        self._reached = list(accumulate(saved_after))  # the saved bytes that are made up to each op
         self._narrow: list[int] = []
         wider = widths[0]
         for op in range(1, num_ops):  # of several ops in a row with the same width, each will do
@@ -79,8 +78,7 @@ class CutPlaces:
             start_bytes, position = reached[cut], cut + 1
 
 
-MOST_REPLAYS = 8
-"""A simulation gives up when ops run again more often than this on average."""
+MOST_REPLAYS = 8  # a simulation gives up when ops run again more often than this on average
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +88,7 @@ class Outcome:
     num_replayed_ops: int
     dropped: frozenset[int]
     limit_bytes: float
-    anchors: frozenset[int] = frozenset()
-    """Values that autograd did not save, held so that others can be recomputed from them."""
+    anchors: frozenset[int] = frozenset()  # values that autograd did not save, held so that others can be recomputed from them
 
 
 class _GiveUpError(Exception):
@@ -316,8 +313,7 @@ class Walks:
         self._num_events = len(step.lineage.ins) + len(step.saves) + len(step.uses)
         self._most_s = math.inf
         self._work = 0
-        self.is_large = self._num_events > 4_000
-        """Fewer plans are simulated then: each takes a tenth of a second or more."""
+        self.is_large = self._num_events > 4_000  # fewer plans are simulated then: each takes a tenth of a second or more
         saved, sizes = frozenset(step.saves), step.lineage.num_bytes
         skeletons = (frozenset[int](), *(anchors - self.asked for anchors in CutPlaces(step).skeletons()))
         self._held = {anchors: sum(sizes[value] for value in anchors - saved) for anchors in skeletons}

@@ -22,13 +22,10 @@ class LayerCosts:
     """The costs of one layer; seconds that were not measured are None."""
 
     name: str
-    num_bytes: int
-    """Bytes of one copy if it streams: its packed weights."""
+    num_bytes: int  # bytes of one copy if it streams: its packed weights
     forward_s: float | None = None
-    backward_s: float | None = None
-    """Seconds of its backward, with recomputed forwards."""
-    grad_bytes: int = 0
-    """Bytes that go to the host in each backward, if it streams and its gradients leave the device."""
+    backward_s: float | None = None  # seconds of its backward, with recomputed forwards
+    grad_bytes: int = 0  # bytes that go to the host in each backward, if it streams and its gradients leave the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +36,7 @@ class StepPrediction:
 
 
 def slot_sizes(streamed_bytes: Sequence[int], num_slots: int) -> tuple[int, ...]:
-    """Return the size of each slot, largest first: layers of a class share `num_slots` of its largest size, if it has as
-    many."""
+    """Return the size of each slot, largest first: a class of layers has `num_slots`, or one per layer if it has fewer."""
     check_num_slots(num_slots)
     slots: list[int] = []
     for members in size_classes(streamed_bytes):
@@ -283,8 +279,7 @@ class _Choice:
 
     device_bytes: int
     streamed_bytes: int
-    resident: tuple[int, ...]
-    """Breaks ties: the smallest keeps the first layers, which hide the first copies."""
+    resident: tuple[int, ...]  # breaks ties: the smallest keeps the first layers, which hide the first copies
     streamed: tuple[int, ...] = field(compare=False)  # all others
     slot_bytes: tuple[int, ...] = field(compare=False)  # theirs
 

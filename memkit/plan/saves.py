@@ -23,8 +23,7 @@ from memkit.plan.timeline import Levels
 
 
 def problem_of_saves(step: Step) -> Problem:
-    """Return the problem of a step where only saved tensors take bytes, from the save to the end of the last requesting node,
-    and nothing can move."""
+    """Return the problem of a step where only saved tensors take bytes, and nothing can move."""
     lineage, num_ops, num_uses = step.lineage, len(step.lineage.ins), len(step.uses)
     save_places = tuple(accumulate((max(lineage.maker[value], 0) + 1 for value in step.saves), max))
     end = num_ops + num_uses

@@ -95,10 +95,8 @@ def aligned(num_bytes: int) -> int:
     return rounded(num_bytes, ALIGNMENT_BYTES)
 
 
-NUM_BUFFERS = 4
-"""Buffers in host memory for pieces on a disk: some are being read, one is in use, others are being written."""
-BLOCK_BYTES = 256 * 2**20
-"""Host memory for pieces is allocated in blocks of about this size."""
+NUM_BUFFERS = 4  # buffers in host memory for pieces on a disk: some are being read, one is in use, others are being written
+BLOCK_BYTES = 256 * 2**20  # host memory for pieces is allocated in blocks of about this size
 
 
 def with_residents(pieces: list[StatePiece], budget_bytes: int, *, moves_large: bool = False) -> Iterator[StatePiece]:
@@ -144,8 +142,7 @@ def evenly(indices: Iterable[int], sizes: Sequence[int], share: float, *, most: 
 
 
 def interleaved(pieces: Sequence[StatePiece]) -> list[int]:
-    """Return the indices of pieces in the quickest order: resident ones are evenly spread between moving ones, each in
-    order."""
+    """Return the indices of pieces in the quickest order: resident ones evenly spread between moving ones."""
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident]
     staying = [index for index, piece in enumerate(pieces) if piece.is_resident]
     moving_numel, staying_numel = (sum(pieces[index].numel for index in those) for those in (moving, staying))
@@ -221,8 +218,7 @@ def _in_pages(num_bytes: int) -> int:
     return rounded(num_bytes, HOST_PAGE_BYTES)
 
 
-PIECE_BYTES = 64 * 2**20
-"""A copy of this size reaches the link's full speed."""
+PIECE_BYTES = 64 * 2**20  # a copy of this size reaches the link's full speed
 WINDOW_NUMEL = 2**16
 """Windows of a large parameter begin at multiples of this: kernels over lists of tensors use blocks of this size, and each
 window is aligned like an allocation of its own."""

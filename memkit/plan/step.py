@@ -13,8 +13,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any, TypeVar
 
-NO_OP = -1
-"""The maker of a *root*: a value that existed before, or that no recorded op can recompute."""
+NO_OP = -1  # the maker of a *root*: a value that existed before, or that no recorded op can recompute
 
 
 class Lineage:
@@ -23,15 +22,13 @@ class Lineage:
     __slots__ = ("_num_linked", "ins", "maker", "num_bytes", "outs", "seconds", "taken", "users")
 
     num_bytes: Sequence[int]
-    maker: Sequence[int]
-    """The op that can recompute each value, or `NO_OP`."""
+    maker: Sequence[int]  # the op that can recompute each value, or `NO_OP`
     ins: Sequence[tuple[int, ...]]
     outs: Sequence[tuple[int, ...]]
     taken: Mapping[int, tuple[tuple[int, int], ...]]
     """For ops that write to their arguments: pairs of the overwritten value and the value it becomes."""
     seconds: Sequence[float]
-    users: list[list[int]]
-    """The ops that read each value, as of the last `link`."""
+    users: list[list[int]]  # the ops that read each value, as of the last `link`
 
     def __init__(self, known: Lineage, seconds: Sequence[float]) -> None:
         self.num_bytes, self.maker = tuple(known.num_bytes), tuple(known.maker)
@@ -151,12 +148,10 @@ def ends_of(nodes: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One whole step: its lineage, what autograd saves, and when the backward requests it. Immutable, also if its recording
-    continues."""
+    """One whole step, immutable: its lineage, what autograd saves, and when the backward requests it."""
 
     lineage: Lineage
-    saves: tuple[int, ...]
-    """The value of each save that counts, in order. A value may be saved several times."""
+    saves: tuple[int, ...]  # the value of each save that counts, in order. A value may be saved several times.
     uses: tuple[int, ...]
     use_ends: tuple[int, ...] = ()
     """For each request, the first later one from another graph node: until then the node holds its value. Without it each
@@ -169,8 +164,7 @@ class Step:
     retained_bytes: Mapping[int, int] = field(default_factory=dict)
     """Roots that are freed unless held on purpose, and their bytes: made by ops that cannot run again, or overwritten. All
     other roots are the caller's and cost nothing."""
-    why_kept: Mapping[int, str] = field(default_factory=dict)
-    """Why no op recomputes a value, where a user may not expect it."""
+    why_kept: Mapping[int, str] = field(default_factory=dict)  # why no op recomputes a value, where a user may not expect it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lineage", self.lineage.frozen())

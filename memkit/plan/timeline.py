@@ -5,8 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from itertools import accumulate
 
-HIDDEN = 1.01
-"""Copies hide if a step takes at most this many times its computation."""
+HIDDEN = 1.01  # copies hide if a step takes at most this many times its computation
 
 
 class Lane(IntEnum):

@@ -28,13 +28,13 @@ class Gauge:
         self.backward_peaks: dict[int, int] = {}
 
     def open(self, index: int) -> None:
-        """A call of the module at `index` begins."""
+        pass
 
     def close(self, index: int) -> None:
-        """The innermost call, one of the module at `index`, ends."""
+        pass
 
     def start_backward_of(self, index: int | None) -> None:
-        """The backward reaches operations of the module at `index`; None when it ends."""
+        pass
 
     def take_highest(self) -> int | None:
         """Return the peak of allocated bytes since the last `take_highest`, and start again."""
@@ -167,8 +167,7 @@ def _fits(found: tuple[int, ...], needed: tuple[int | str, ...]) -> bool:
 
 
 class CallStack:
-    """The open calls, innermost last; tells a gauge when one opens or closes. Modules under a compiled one are not hooked:
-    their calls happen inside compiled code."""
+    """The open calls, innermost last; modules under a compiled one are not hooked: their calls happen inside compiled code."""
 
     def __init__(self, tree: ModuleTree, gauge: Gauge) -> None:
         self._tree = tree
@@ -183,8 +182,7 @@ class CallStack:
         # The autograd sequence numbers from which on each module is the innermost, ascending, for `_owner_of_node`.
         self._first_numbers: list[int] = []
         self._owners: list[int] = []
-        self.first_number = torch_private.node_number()
-        """Nodes with lower autograd sequence numbers are older than the run."""
+        self.first_number = torch_private.node_number()  # nodes with lower autograd sequence numbers are older than the run
 
     @property
     def current(self) -> int:
@@ -202,8 +200,7 @@ class CallStack:
         return self._tree.outside
 
     def explain(self, error: BaseException) -> tuple[str, str]:
-        """Return the module that raised an exception in words, "layer1.0.conv1 (Conv2d)" or "the backward of ...", and the
-        shape that it needs, if it was given another."""
+        """Return the module that raised an exception in words, and the shape that it needs, if it was given another."""
         _, index, args = self._raised if self._raised is not None and self._raised[0] is error else (None, self.current, ())
         module = None if index == self.outside else self._tree.nodes[index].module
         name = "the loss" if module is None else f"{self._tree.fqn(index)} ({type(module).__name__})"
@@ -224,9 +221,8 @@ class CallStack:
             self._leave(index, args)
 
     def backward(self, hooks: HookSet, graph: BackwardGraph, run: Callable[[], None]) -> None:
-        """Run a backward, telling the gauge which module's operations it has reached: a node belongs to the module that was
-        innermost when it was made; accumulating a gradient to the operation before it. Module calls from here on belong to
-        recomputes of checkpoints, and are ignored."""
+        """Run a backward in which a node belongs to the module that was innermost when it was made; accumulating to the node
+        before."""
         self.in_backward = True
         for node in graph.nodes:
             hooks.before_backward(node, partial(self._before_node, self._owner_of_node(node)))
@@ -271,8 +267,7 @@ class CallStack:
 
 
 class BackwardGraph:
-    """The autograd nodes that a backward from `roots` can reach, and the leaves that get gradients from it. The inside of a
-    reentrant checkpoint is one node."""
+    """The autograd nodes that a backward from `roots` can reach, and the leaves that get gradients from it."""
 
     def __init__(self, roots: Iterable[Tensor]) -> None:
         self.nodes: list[torch.autograd.graph.Node] = []

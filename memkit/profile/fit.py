@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
 _ALONE = {Action.RECOMPUTE: ("memkit.Rematerialize", "recomputing"), Action.OFFLOAD: ("memkit.CPUOffload", "offloading")}
 _STATES = "memkit.StateOffload(optimizer)"
-_CLOSE = 0.9
-"""A step that takes more of the memory than this may not fit: workspaces and fragmentation come on top."""
+_CLOSE = 0.9  # a step that takes more of the memory than this may not fit: workspaces and fragmentation come on top
 _MOSTLY = 0.5
-_LEAST_STAYING_BYTES = 2**28
-"""Fewer bytes of states that could stay are not mentioned: a piece of them has up to 168 MiB."""
+_LEAST_STAYING_BYTES = 2**28  # fewer bytes of states that could stay are not mentioned: a piece of them has up to 168 MiB
 
 DEFAULT_GPU = "H200"
 
@@ -162,7 +160,7 @@ def _budget(written: str) -> str:
 
 
 def check_fit(budget: int | float | str | None, gpu: GpuSpec | None) -> int | float | None:
-    """Return a budget as bytes or as a share. Raises TypeError or ValueError if it is neither, or the GPU has less memory."""
+    """Return a budget as bytes or as a share; the GPU must have as much."""
     checked = None if budget is None else budget_or_share(budget)
     if gpu is not None and isinstance(checked, int) and checked > gpu.memory_bytes:
         raise ValueError(
@@ -210,8 +208,7 @@ def fit_step(
 def _with_states(
     trace: StepTrace, spec: GpuSpec, optimizer: OptimizerMemory, features: list[FeatureFit], budget_bytes: int
 ) -> Iterator[FeatureFit]:
-    """Yield `StateOffload` by itself if that is enough, else with the mix (the first of `features`) if nothing else is. The
-    optimizer's own seconds are in neither."""
+    """Yield `StateOffload` by itself if that is enough, else with the mix (the first of `features`) if nothing else is."""
     room_bytes = optimizer.room_bytes
     if room_bytes is None or room_bytes >= optimizer.state_bytes:
         return

@@ -24,14 +24,13 @@ if TYPE_CHECKING:
     OptimizerLike = str | torch.optim.Optimizer | type[torch.optim.Optimizer]
 
 _BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-"""Classes of `torch.optim` that step each element by itself, so that a large parameter's states can move in parts. For other
-classes this can't be seen without data, so they count as not elementwise."""
+"""Classes that step each element by itself, so that a large parameter's states can move in parts."""
 _AS_A_WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 """Classes that can't step parameters one by one, so that their states can't leave."""
 
 
 def check_optimizer(optimizer: OptimizerLike | None) -> OptimizerLike | None:
-    """Return an optimizer or class as given, or the class's name. Raises TypeError or ValueError for anything else."""
+    """Return an optimizer, a class or a class's name as given."""
     if isinstance(optimizer, str):
         known = optimizer_names()
         if optimizer.lower() not in known:
@@ -62,8 +61,7 @@ def optimizer_names() -> dict[str, type[torch.optim.Optimizer]]:
 def optimizer_memory(
     step: ProfiledStep, tree: ModuleTree, optimizer: OptimizerLike, *, device: torch.device, rounding_bytes: int
 ) -> tuple[OptimizerMemory, tuple[AliveStorage, ...]]:
-    """Return the bytes that an optimizer keeps on the device, and its states; streamed parameters have theirs in host
-    memory."""
+    """Return the bytes that an optimizer keeps on the device, and its states, without those of streamed parameters."""
     there: list[Tensor] = []
     if isinstance(optimizer, torch.optim.Optimizer):
         made = unwrapped(optimizer)

@@ -124,8 +124,7 @@ def memory_pass(step: ProfiledStep, tree: ModuleTree, device: Device) -> Watch:
 
 
 def simulated_pass(step: ProfiledStep, tree: ModuleTree, target: str, make_log: Callable[..., _Log]) -> tuple[Watch, _Log]:
-    """Run the step on meta as `target` would. The model has twins without data until `preserved`, around this, restores its
-    tensors."""
+    """Run the step on meta as `target` would; the model has twins without data until `preserved`, around this, ends."""
     refuse_scripted(step)
     step = without_data(step)
     log = make_log(step, rounding_bytes=rounding_bytes(target))

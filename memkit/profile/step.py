@@ -28,9 +28,7 @@ from memkit.profile.tree import OUTSIDE_NAME, ROOT, ROOT_NAME, ModuleTree
 
 @contextmanager
 def preserved(modules: Iterable[nn.Module], torch_device: torch.device, *, contents: bool) -> Iterator[None]:
-    """Run a block, then restore every attribute, parameter, buffer and mode of `modules`, and all random states: attributes as
-    the same objects, containers with the same items; with `contents`, also the bytes and version counters of buffers and tensor
-    attributes. The bytes of parameters are not restored: copies would double the measured memory."""
+    """Run a block, then restore what `modules` have, but the bytes of parameters, and all random states."""
     distinct = list(dict.fromkeys(found for module in modules for found in module.modules()))
     devices = [torch_device] if torch_device.type == "cuda" else []
     with ExitStack() as after:  # each callback runs, even if others raise
@@ -49,7 +47,7 @@ def preserved(modules: Iterable[nn.Module], torch_device: torch.device, *, conte
             after.callback(numpy_random.set_state, numpy_random.get_state())
         after.callback(random.setstate, random.getstate())
         after.enter_context(torch.random.fork_rng(devices, device_type="cuda"))
-        # A run must not find autocast's cached casts of the one before.
+        # a run must not find autocast's cached casts of the one before.
         torch.clear_autocast_cache()
         after.callback(torch.clear_autocast_cache)
         yield

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from memkit.profile.tree import Shapes
 
 
-_LEAST_SHARE = 0.005
-"""Categories below this share of the peak are summed up."""
+_LEAST_SHARE = 0.005  # categories below this share of the peak are summed up
 _UNSEEN = "other tensors, workspaces and rounding"
 _NEEDS_STEP = "what is alive at the peak of the step is known of a profile with backward=True (--backward)"
 _NEEDS_EAGER = "what is alive at the peak cannot be told, since torch.compile runs a part of the model; profile it before that"
@@ -313,8 +312,7 @@ def _folded(rows: Sequence[ModuleRecord], depth: int | None) -> list[ModuleRecor
 
 
 def _collapsed(rows: Sequence[ModuleRecord]) -> list[ModuleRecord]:
-    """Merge runs of identical siblings named by position, as in `nn.Sequential` and `nn.ModuleList`, and so their children,
-    into one row with their sum (for peaks: their maximum)."""
+    """Merge runs of identical siblings named by position, and so their children, into one row with their sum."""
     below = children_of([row.parent for row in rows])
     kinds = _kinds(rows, below)
     found: list[ModuleRecord] = []
@@ -343,8 +341,7 @@ def _collapsed(rows: Sequence[ModuleRecord]) -> list[ModuleRecord]:
 
 
 def _kinds(rows: Sequence[ModuleRecord], below: list[list[int]]) -> list[int]:
-    """Return for each row a number that is equal for rows with identical subtrees. Repeated saves of storages don't count: the
-    last layer of a stack differs from the others in them."""
+    """Return for each row a number that is equal for rows with identical subtrees, whatever the saves of a storage."""
     numbers: dict[Any, int] = {}
     kinds = [0] * len(rows)
     for index in reversed(range(len(rows))):

@@ -50,8 +50,7 @@ _SPARSE_READERS = frozenset({"embedding", "index", "index_select", "gather", "nl
 
 
 def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> OpWork:
-    """Return the work of an op that has run. Each storage counts once: broadcast dimensions are read once, of several views the
-    largest counts, and an argument that the op overwrites is both read and written."""
+    """Return the work of an op that has run, each storage counted once: of several views the largest."""
     name = str(torch_private.schema_of(op).name).rpartition("::")[2]
     given, made = [*tensors_in(args), *tensors_in(list(kwargs.values()))], list(tensors_in(outputs))
     has_few_channels = name == "convolution" and given[0].dim() > 2 and given[0].shape[1] <= _FEW_CHANNELS
@@ -67,7 +66,7 @@ def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs
 
 
 def kind_of(name: str) -> OpKind:
-    """Return an op's kind by its name without namespace and overload, such as "mm"."""
+    """Return an op's kind by its short name."""
     return next((kind for kind, pattern in _KINDS if pattern.search(name)), OpKind.POINTWISE)
 
 
@@ -105,13 +104,7 @@ def _distinct_bytes(tensor: Tensor) -> int:
 
 
 class _Tracer(StorageLog):
-    """Follows a step op by op: numbers the ops and notes their work, when storages are made, the ops of each module call of the
-    forward, and the values of at least `min_bytes` that autograd saves and requests, as `Rematerialize` would. Without
-    `min_bytes` it is of a forward alone, of which autograd holds nothing.
-
-    Ops that return views are not counted: they neither compute nor move anything. The tracer holds no tensor. It must see ops
-    inside the recorder's mode.
-    """
+    """Follows a step op by op; without `min_bytes` a forward alone, of which autograd holds nothing. It holds no tensor."""
 
     def __init__(self, step: ProfiledStep, *, rounding_bytes: int, min_bytes: int | None = None) -> None:
         super().__init__(step, rounding_bytes=rounding_bytes)
@@ -130,12 +123,10 @@ class _Tracer(StorageLog):
         self.base_bytes = self.allocated_bytes()
         self.works: list[OpWork] = []
         self.live_bytes: list[int] = []
-        self.op_places: list[int] = []
-        """For each op of the recording, its index among all ops."""
+        self.op_places: list[int] = []  # for each op of the recording, its index among all ops
         self.values: dict[int, tuple[int, int]] = {}
         """For each value of the recording in a storage made here: the storage's place in the log, and the op that made it."""
-        self.overwritten_at: dict[int, int] = {}
-        """For each overwritten value, the op that wrote over it."""
+        self.overwritten_at: dict[int, int] = {}  # for each overwritten value, the op that wrote over it
         self.saves: list[tuple[int, int, int]] = []
         self.uses: list[tuple[int, int, int]] = []
         """For each save and each use, its value, its autograd node, and how many ops had run."""
@@ -265,9 +256,8 @@ class _Spans(PeakGauge):
 
 
 def trace_step(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -> tuple[StepTrace, Watch]:
-    """Run a step with a backward twice without data; return its trace and its watch, and leave the model unchanged. The second
-    run is of the forward alone, with autograd holding nothing: it shows which values others hold. Raises ProfileError or
-    DataDependentError if the step can't run on meta, runs a backward within its forward, or differs between the runs."""
+    """Run a step, then its forward with autograd holding nothing, which shows what others hold; return its trace and its
+    watch."""
     torch_private.require(torch_private.Feature.REMAT)  # records ops as it does
     with preserved(step.modules(), META, contents=False):
         watch, traced = simulated_pass(step, tree, target, partial(_Tracer, min_bytes=max(1, min_bytes)))

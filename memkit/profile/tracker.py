@@ -227,8 +227,7 @@ def _gpu_named(device_name: str) -> GpuSpec | None:
 
 
 def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: str, min_bytes: int) -> StepTrace:
-    """Return the trace of a module call and of a backward from all of its outputs. Raises as `profile_memory(device="meta",
-    trace=True)`."""
+    """Return the trace of a module call and of a backward from all of its outputs."""
     step = ProfiledStep(model=model, args=args, kwargs=kwargs, loss_fn=None, backward=True)
     step.check_surroundings()
     _check_model(step)

@@ -60,8 +60,7 @@ class ModuleNode:
 
 
 class ModuleTree:
-    """The modules in `model`, each once, parents before children and siblings in the order of registration. `outside` is the
-    row for work outside of any module, one past the last node. `streamed` has the parameters in host memory."""
+    """The modules in `model`, each once, parents before children; `outside` is the row for work outside of any module."""
 
     def __init__(self, model: nn.Module, streamed: StreamedWeights = NOTHING_STREAMED) -> None:
         self.nodes = _nodes_of(model, streamed)
@@ -72,9 +71,7 @@ class ModuleTree:
         return self._fqns[index]
 
     def hookable(self) -> Iterator[tuple[int, ModuleNode]]:
-        """Yield the modules whose calls forward hooks can see, with their indices. Modules inside a compiled one are called
-        inside compiled code, and TorchScript takes no hooks. A module compiled in place (`module.compile()`) would run its
-        hooks inside the compiled code, with graph breaks."""
+        """Yield the modules whose calls forward hooks can see, with their indices: compiled code and TorchScript take none."""
         for index, node in enumerate(self.nodes):
             inside_compiled = node.parent is not None and self.nodes[node.parent].compiled
             scripted = isinstance(node.module, torch.jit.ScriptModule)
@@ -94,8 +91,7 @@ class ModuleTree:
 
 
 def _hides_calls(module: nn.Module) -> bool:
-    """Tell whether calling `module` runs code that hooks cannot look into: TorchScript, or `torch.compile` of the module, or of
-    a function that it holds."""
+    """Tell whether calling a module runs code that hooks cannot look into: compiled code, or TorchScript."""
     return (
         isinstance(module, torch.jit.ScriptModule)
         or is_compiled(module)
@@ -168,8 +164,7 @@ class Signatures:
             hooks.after_forward(node.module, partial(self._note, index))
 
     def of(self, index: int) -> tuple[Shapes, Shapes, str, int]:
-        """Return input shapes, output shapes and output dtype of the first call, empty if there was none, and the number of
-        signatures."""
+        """Return shapes of inputs and outputs, dtype of the first call, and the number of signatures."""
         kinds = self._kinds.get(index, {((), ()): ""})
         (inputs, outputs), dtype = next(iter(kinds.items()))
         return inputs, outputs, dtype, len(self._kinds.get(index, {}))

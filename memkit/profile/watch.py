@@ -1,6 +1,4 @@
-"""`Watch`, the one dispatch mode of a run that watches memory: autograd's saves, live storages, casts of parameters, and code
-with hidden saved tensors, such as a checkpoint. It is never on when time is measured.
-"""
+"""`Watch`, the one dispatch mode of a run that watches memory; it is never on when time is measured."""
 
 from __future__ import annotations
 
@@ -39,20 +37,16 @@ class _Entry:
 
     num_bytes: int
     begin: int
-    place: int
-    """Its number; a storage whose size has changed keeps its first one."""
+    place: int  # its number; a storage whose size has changed keeps its first one
     category: MemoryCategory = MemoryCategory.TEMP
     module: str = OUTSIDE_NAME
     what: str = ""
     end: int | None = None
-    is_gathered: bool = False
-    """Whether it holds whole parameters, or is a communication buffer for them."""
+    is_gathered: bool = False  # whether it holds whole parameters, or is a communication buffer for them
 
 
 class StorageLog(MemoryCounter):
-    """Counts live storages, and notes at which ops each exists: those that a step begins with, and others from the op that
-    makes them until nothing refers to them; `only` is the counted device type, None for any. Scratch memory inside a kernel is
-    not seen. The log holds no tensor."""
+    """Counts live storages of one type of device, or of any, and the ops at which each exists. The log holds no tensor."""
 
     def __init__(self, step: ProfiledStep, *, rounding_bytes: int = 1, only: str | None = None) -> None:
         self._rounding_bytes = rounding_bytes
@@ -316,13 +310,11 @@ class _Packed(KeptHandle):
     def __init__(self, tensor: Tensor, saves: tuple[_Save, ...]) -> None:
         super().__init__(tensor)
         self.saves = saves
-        self.traced: tuple[int, int] | None = None
-        """Its value and its node in a trace, if it counts there."""
+        self.traced: tuple[int, int] | None = None  # its value and its node in a trace, if it counts there
 
 
 class SavedStorages:
-    """Lists every storage that autograd saves, once per version, and the module that saved it first, without empty and resident
-    ones (parameters, buffers). Holds weak references only: memory is freed as in an unwatched run."""
+    """Lists every storage that autograd saves but resident ones, once per version; holds weak references only."""
 
     def __init__(self, *, resident: ModelStorages, inputs: Iterable[Tensor], casts: ParamCasts, stack: CallStack) -> None:
         self._resident = resident
@@ -402,8 +394,7 @@ class SavedStorages:
 
 
 class Watch(Mode):
-    """Notes memory in a run; as a dispatch mode it sees each operation after it ran. `log` counts the storages, if operations
-    can be seen."""
+    """Notes memory in a run; as a dispatch mode it sees each operation after it ran."""
 
     def __init__(self, step: ProfiledStep, tree: ModuleTree, gauge: Gauge, log: StorageLog | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -419,8 +410,7 @@ class Watch(Mode):
         if log is not None:
             log.follow(step, tree, self.stack, self._casts)
         self._names = step.names_of_storages()
-        self.written: dict[str, None] = {}
-        """The parameters and inputs that were written to in place."""
+        self.written: dict[str, None] = {}  # the parameters and inputs that were written to in place
         self.marked: dict[Mark, set[int]] = {
             Mark.CHECKPOINTED: set(),
             Mark.OTHER_HOOKS: set(),  # modules that ran ops under innermost saved-tensor hooks of others, not a checkpoint's

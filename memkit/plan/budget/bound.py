@@ -34,8 +34,7 @@ def why_no_bound() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The least seconds of any plan of a step under a budget (infinity if none keeps to it), and the least seconds that each
-    byte less adds."""
+    """The least seconds of any plan under a budget (infinity if none keeps to it), and what each byte less adds to them."""
 
     budget_bytes: int
     seconds: float
@@ -70,8 +69,7 @@ def first_needs(problem: Problem) -> dict[int, int]:
 
 
 class _Program:
-    """The rows and columns, in MiB and milliseconds: shares of values that leave and are dropped, ops that run again; for each
-    slot the delay of compute, the bytes copied and fetched by its end, and the bytes that are on the host alone."""
+    """The rows and columns, in MiB and milliseconds."""
 
     def __init__(self, problem: Problem, limit_bytes: int, allowed: frozenset[Action]) -> None:
         self.problem, self.limit_mib = problem, limit_bytes / _MIB

@@ -15,8 +15,7 @@ from memkit.plan.eviction import DTRScore
 from memkit.plan.plans import Action, MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
 from memkit.plan.remat import Outcome, Walks
 
-_FEW_RUNGS = 4
-"""After so many budgets the bound is computed anew, and without one no more are looked at."""
+_FEW_RUNGS = 4  # after so many budgets the bound is computed anew, and without one no more are looked at
 
 
 class JointPlanner:
@@ -30,11 +29,9 @@ class JointPlanner:
             {action: JointPlanner(problem, {action}) for action in sorted(self.actions)} if self.actions == BOTH else {}
         )
         self._found: dict[int, Simulated] = {}
-        self._rungs: dict[int, Simulated] = {}
-        """The same, found without the plans for other budgets."""
+        self._rungs: dict[int, Simulated] = {}  # the same, found without the plans for other budgets
         self._bounds: dict[int, Bound | None] = {}
-        self._spared: dict[int, Simulated] = {}
-        """By budget, the choice that spares the host."""
+        self._spared: dict[int, Simulated] = {}  # by budget, the choice that spares the host
         self._least: Simulated | None = None
         self._walks: Walks | None = None
 
@@ -89,8 +86,7 @@ class JointPlanner:
         return without_needless_moves(self.problem, found, budget_bytes)
 
     def steady(self, budget_bytes: int) -> Simulated:
-        """Return the fastest step of those found for shares of the plain step's peak, down from a budget: never slower than
-        that for a smaller one, whatever was asked before. Searches are not monotone; the bound says when to stop."""
+        """Return the fastest step found for a budget or for smaller ones: never slower than that for a smaller one."""
         problem = self.problem
         if budget_bytes >= problem.plain_peak_bytes:
             return simulate(problem, problem.plain, budget_bytes)
@@ -242,8 +238,7 @@ def _without_excess(start: Simulated) -> Simulated:
 def plan_budget_jointly(
     problem: Problem, budget_bytes: int, *, actions: Collection[Action] = BOTH, with_bound: bool = False
 ) -> MemoryPlan:
-    """Return the best mix of keep, offload and recompute that was found for a budget of the whole device: never slower than
-    the best plan of one of `actions` alone, or than that for a smaller budget."""
+    """Return the best plan found: never slower than that of one of `actions` alone, or than that for a smaller budget."""
     return JointPlanner(problem, actions).plan(budget_bytes, with_bound=with_bound, is_steady=True)
 
 

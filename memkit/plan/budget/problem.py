@@ -25,12 +25,9 @@ class HeldValue:
     value: int
     num_bytes: int
     made: int
-    saved: int
-    """Its first save; of an anchor the first save after it was made."""
-    released: int
-    """From here on nobody but autograd holds it, and for an anchor nobody at all."""
-    use: int
-    """Its first request; of an anchor the first slot behind the step."""
+    saved: int  # its first save; of an anchor the first save after it was made
+    released: int  # from here on nobody but autograd holds it, and for an anchor nobody at all
+    use: int  # its first request; of an anchor the first slot behind the step
     freed: int
     choices: frozenset[Action]
     is_anchor: bool = False
@@ -46,33 +43,22 @@ class Problem:
 
     trace: StepTrace
     gpu: GpuSpec
-    base_bytes: int
-    """What is there all along: parameters, buffers, inputs, optimizer states."""
-    places: tuple[int, ...]
-    """For each slot, how many ops have run when it begins."""
-    starts_s: tuple[float, ...]
-    """When each slot begins in the plain step; behind the last, when the step ends."""
-    working_bytes: tuple[int, ...]
-    """The most bytes in each slot, beside the base and the saved values."""
-    request_bytes: tuple[int, ...]
-    """The same as each slot begins: what replays come on top of."""
-    values: tuple[HeldValue, ...]
-    """Saved ones in the order of first saves, then anchors."""
-    index: Mapping[int, int]
-    """The place of each value of the lineage among `values`."""
+    base_bytes: int  # what is there all along: parameters, buffers, inputs, optimizer states
+    places: tuple[int, ...]  # for each slot, how many ops have run when it begins
+    starts_s: tuple[float, ...]  # when each slot begins in the plain step; behind the last, when the step ends
+    working_bytes: tuple[int, ...]  # the most bytes in each slot, beside the base and the saved values
+    request_bytes: tuple[int, ...]  # the same as each slot begins: what replays come on top of
+    values: tuple[HeldValue, ...]  # saved ones in the order of first saves, then anchors
+    index: Mapping[int, int]  # the place of each value of the lineage among `values`
     points: tuple[int, ...]
-    num_forward_points: int
-    """The first point with a request."""
+    num_forward_points: int  # the first point with a request
     op_s: tuple[float, ...]
     retained: Mapping[int, tuple[int, int]]
     """Roots that are no values of the problem and are gone unless they are held: from which slot on, and bytes."""
-    plain: tuple[Action, ...]
-    """The plain step: all saved values stay, no anchor is held."""
+    plain: tuple[Action, ...]  # the plain step: all saved values stay, no anchor is held
     plain_peak_bytes: int
-    save_at: Mapping[int, int]
-    """The last save of the step at each slot where one is."""
-    request_at: Mapping[int, int]
-    """The first request of the step at each slot where one is."""
+    save_at: Mapping[int, int]  # the last save of the step at each slot where one is
+    request_at: Mapping[int, int]  # the first request of the step at each slot where one is
 
     @property
     def lineage(self) -> Lineage:

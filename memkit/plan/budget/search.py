@@ -17,8 +17,7 @@ from memkit.plan.step import NO_OP
 from memkit.plan.timeline import Levels
 
 _KEEP, _OFFLOAD, _RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
-_MOST_STALE = 5
-"""So many rounds in a row may bring nothing."""
+_MOST_STALE = 5  # so many rounds in a row may bring nothing
 
 
 class Search:
@@ -75,8 +74,7 @@ class Search:
         return best, with_anchor
 
     def fill_link(self, actions: Sequence[Action], prices: Sequence[float], *, share: float = 1.0) -> list[Action]:
-        """Return the plan where, whenever the lane out is idle in the first `share` of the forward, the most expensive value
-        there is put on it. A value with a negative price stays; a dropped one may leave as well."""
+        """Put the most expensive value on the lane out whenever it is idle; one with a negative price stays."""
         problem, gpu, values, starts_s = self.problem, self.problem.gpu, self.problem.values, self.problem.starts_s
         if problem.num_forward_points >= len(problem.points):
             return list(actions)

@@ -24,20 +24,16 @@ from memkit.plan.timeline import Lane, Levels, Timeline
 class Move:
     """One value that leaves and comes back; all its moments are points of the problem."""
 
-    index: int
-    """Its place in `Problem.values`."""
+    index: int  # its place in `Problem.values`
     copy: int
-    let_go: int
-    """When compute waits for that copy, and the device forgets the value."""
+    let_go: int  # when compute waits for that copy, and the device forgets the value
     fetch: int
-    need: int
-    """When compute waits for that one: its first request, or the first replay that reads it."""
+    need: int  # when compute waits for that one: its first request, or the first replay that reads it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedReplay:
-    index: int
-    """The requested value's place in `Problem.values`."""
+    index: int  # the requested value's place in `Problem.values`
     point: int
     ops: tuple[int, ...]
     stays: tuple[int, ...]
@@ -50,10 +46,8 @@ class Simulated:
     """As carried out: a value whose bytes would not be freed in between stays; an anchor that no replay reads isn't held."""
     seconds: float
     peak_bytes: int
-    over_bytes: int
-    """Bytes above the budget at the worst slot; 0 if it fits."""
-    excess_bytes: int
-    """The same, summed over all points."""
+    over_bytes: int  # bytes above the budget at the worst slot; 0 if it fits
+    excess_bytes: int  # the same, summed over all points
     worst_slot: int = 0
     replayed_s: float
     stall_s: float = 0.0
@@ -151,8 +145,8 @@ class ReplayCosts:
 
 
 def reads_of(problem: Problem, dropped: Iterable[int], is_there: bytearray) -> dict[int, int]:
-    """Return the slots at which replays of the dropped values, in this order, first read each value on the device and each
-    retained root, if no intermediate stays."""
+    """Return the slots at which replays of dropped values, in this order, first read what is on the device, and retained
+    roots."""
     maker, ins, values, retained = problem.lineage.maker, problem.lineage.ins, problem.values, problem.retained
     found, seen = dict[int, int](), set[int]()
     for index in dropped:
@@ -229,8 +223,7 @@ class _Run:
         self.timeline = Timeline()
         self.unread = set[int]()
         self.stall_s = 0.0
-        self.most_replayed_s = most_replayed_s
-        """The seconds left for replays; below 0 the walk was given up."""
+        self.most_replayed_s = most_replayed_s  # the seconds left for replays; below 0 the walk was given up
         self.moves: list[Move] = []
         self.replays: list[SimulatedReplay] = []
         self.let_go: dict[int, int] = {}
@@ -245,8 +238,7 @@ class _Run:
         self.dropped = dropped
         self.first_read = reads_of(problem, dropped, self._is_there)
         self.last_read = reads_of(problem, reversed(dropped), self._is_there)
-        self.need: dict[int, int] = {}
-        """For each value that is to leave, the point at which it is to be back."""
+        self.need: dict[int, int] = {}  # for each value that is to leave, the point at which it is to be back
 
     def memory(self) -> list[int]:
         """Walk over the bytes of the step; stop at the values that would leave or be held for nothing, and return them."""
@@ -388,8 +380,8 @@ class _Run:
         self.replay_peaks = peaks
 
     def _fitting(self, levels: list[int], begin: int, wanted: Sequence[tuple[int, int]]) -> list[int]:
-        """Add to levels those values that fit from a point on up to another, the one that ends first first; return them.
-        `wanted` has for each value the other point and its place in `Problem.values`, in that order."""
+        """Add to levels those of `wanted` (end and place) that fit from a point on to their end, the one that ends first
+        first."""
         fitting: list[tuple[int, int]] = []
         reached, most = begin, 0
         smallest = min((self.values[index].num_bytes for _, index in wanted), default=0)

@@ -188,14 +188,13 @@ def _choose_cuda(call: _Call) -> Fused | None:
 
 @cache
 def fused_broadcast_heads() -> bool:
-    """Tell whether the fused operations of this torch take one key head for all query heads without `enable_gqa`. They came to
-    do so together, on all devices, and together with grouped heads in CUDA's memory-efficient operation; the CPU is asked."""
+    """Ask the CPU whether fused operations of this torch take one key head for all query heads without `enable_gqa`."""
     return _is_fused((1, 2, 2, 8), (1, 1, 2, 8))
 
 
 @cache
 def fused_take_three_dims() -> bool:
-    """Tell whether this torch adds a batch of one to what has three dimensions, and so runs it fused. The CPU is asked."""
+    """Ask the CPU whether this torch adds a batch of one to what has three dimensions, and so runs it fused."""
     return _is_fused((1, 2, 8), (1, 2, 8))
 
 

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
 
 class MetaTwins:
-    """Makes the meta twin of a tensor, always the same one for the same tensor; twins of views share a storage as well. With
-    `keep_integers`, small integer and boolean tensors get a copy with data on the CPU instead: lengths, masks and counters that
-    models look into."""
+    """Makes the one meta twin of each tensor; twins of views share a storage, and small integers may keep their data, on the
+    CPU."""
 
     def __init__(self, *, keep_integers: bool = False) -> None:
         self._keep_integers = keep_integers
@@ -197,8 +196,7 @@ def run_without_data(step: ProfiledStep, target: str, context: AbstractContextMa
 
 @contextmanager
 def as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callable[[], None]) -> Iterator[TargetMode]:
-    """A context in which ops on meta save and allocate as on a target; calls `note_backend_dependent` at ops of which only the
-    backend knows."""
+    """A context in which ops on meta save and allocate as on a target."""
     # Compiled code has no operations to watch, and nothing to run on without data: it runs as it was written.
     eager = torch.compiler.set_stance("force_eager") if tree.has_compiled else nullcontext()
     with (
@@ -216,8 +214,7 @@ def as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callable
 
 
 def without_data(step: ProfiledStep) -> ProfiledStep:
-    """Return the step with meta copies of its tensors, which the model has from now on, until `preserved`, around this,
-    restores its own."""
+    """Return the step with meta copies of its tensors, which the model has until `preserved`, around this, restores its own."""
     twins = MetaTwins(keep_integers=True)
     for module in step.modules():
         twins.stand_in(module)
@@ -244,8 +241,7 @@ _NO_AUTOCAST = ("Disabling autocast", "unsupported autocast device_type 'meta'",
 
 
 def say_why_not(error: Exception, where: str) -> None:
-    """Explain an exception that a model has raised on meta: raises ProfileError if it cannot run on the target, or needs CUDA
-    here, and DataDependentError if it needs data."""
+    """Explain an exception that a model has raised on meta by a ProfileError or a DataDependentError."""
     text = str(error)
     if isinstance(error, MixedDtypesError):
         raise ProfileError(f"{where} cannot run: {text}. {error.advice}") from error

@@ -99,8 +99,7 @@ def autocast_ops(target: str) -> frozenset[str]:
 
 
 class MetaAutocast:
-    """Applies the rules to arguments, with autocast's cache: until its outermost context ends, a leaf that requires grad is
-    cast once."""
+    """Applies the rules to arguments; until the outermost autocast ends, a leaf that requires grad is cast once."""
 
     def __init__(self) -> None:
         self._casts: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
@@ -161,8 +160,7 @@ _aten = torch.ops.aten
 
 
 class MixedDtypesError(RuntimeError):
-    """Raised where a run with data would raise a RuntimeError: an operation does not take these dtypes together. `advice` says
-    what to do."""
+    """Raised where a run with data would raise a RuntimeError: an operation does not take these dtypes together."""
 
     def __init__(
         self, message: str, advice: str = "Cast the model or its inputs (--dtype), or run under torch.autocast (--autocast)"
@@ -255,8 +253,7 @@ Fix = Callable[..., Outputs]
 
 
 def run_as_on(target: str, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Outputs]) -> Outputs:
-    """Run an op by `run(kernel, args, kwargs)`, unless a target refuses it, and give its outputs the memory format and dtypes
-    that they have there. Statistics of normalizations that the target does not keep become empty."""
+    """Run an op by `run(kernel, args, kwargs)`, unless a target refuses it, with the outputs that it has there."""
     check_dtypes(op, args, target)
     place = _CLASSES_AT.get(op)
     if place is not None and args[place].dtype is torch.uint8:
@@ -420,8 +417,7 @@ BACKEND_DEPENDENT = frozenset(
 
 
 class TargetMode(TorchFunctionMode):
-    """While active, operations on meta tensors save and allocate what they would on `target`; calls `backend_dependent` at
-    those of which only the backend knows what it saves."""
+    """While active, operations on meta tensors save and allocate what they would on `target`."""
 
     def __init__(self, target: str, *, backend_dependent: Callable[[], None]) -> None:
         super().__init__()
@@ -447,11 +443,7 @@ class TargetMode(TorchFunctionMode):
         return operation(*args, **kwargs)
 
     def resume(self) -> None:
-        """Become active in an autograd node that is about to run.
-
-        The autograd engine runs each node without function modes, and drops what the node leaves active: a checkpoint's
-        recomputation in the backward would otherwise not be imitated.
-        """
+        """Become active in an autograd node that is about to run: the engine runs each node without function modes."""
         self.__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def close(self) -> None:
