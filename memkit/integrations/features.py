@@ -19,6 +19,7 @@ from memkit.core.calls import Around, Code
 from memkit.core.features import attached_to
 from memkit.errors import LayerOffloadError
 from memkit.live import values_of
+from memkit.optimizers import unwrapped
 from memkit.states import StateOffload, StateStats
 from memkit.states.asked import check_options
 from memkit.weights import LayerOffload, LayerStats
@@ -86,10 +87,10 @@ class Features:
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, looks_ahead: bool = True) -> None:
         """Attach the contexts to a model; with `looks_ahead=False` it never runs without data."""
-        self.end()
+        self.end_contexts()
         for attachment in _begun.pop(model, []):
             attachment.remove()
-        own = inside(optimizer)
+        own = unwrapped(optimizer)
         try:
             for context in self.contexts:
                 if isinstance(context, MemoryBudget):
@@ -98,7 +99,6 @@ class Features:
                 self._attached.append(attach(model, context))
         except BaseException:
             self.end()
-            self.end_states()
             raise
         _begun[model] = list(self._attached)
 
@@ -106,17 +106,17 @@ class Features:
         if self.states is not None:
             self.states.begin(optimizers)
 
-    def end(self) -> None:
+    def end_contexts(self) -> None:
         while self._attached:
             self._attached.pop().remove()
 
-    def end_states(self) -> None:
+    def end(self) -> None:
+        self.end_contexts()
         if self.states is not None:
             self.states.end()
 
     def close(self) -> None:
         self.end()
-        self.end_states()
         for offload in self.offloads:
             offload.close()
 
@@ -163,7 +163,7 @@ class OptimizerStates:
         self._figures: list[StateStats] = []
 
     def begin(self, optimizers: Iterable[object]) -> None:
-        found = {id(one): one for one in map(inside, optimizers)}
+        found = {id(one): one for one in map(unwrapped, optimizers)}
         if not found:
             raise ValueError(f"{self._owner} needs the optimizer of the training for its StateOffload; the trainer has none")
         for states in [states for states in self.opened if id(states.optimizer) not in found]:
@@ -194,12 +194,6 @@ class OptimizerStates:
 
 def _is_asked_for(feature: object) -> bool:
     return feature is StateOffload or (isinstance(feature, functools.partial) and feature.func is StateOffload)
-
-
-def inside(optimizer: Any) -> Any:
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
-    return optimizer
 
 
 def keep_in_place(offload: LayerOffload) -> LayerOffload:

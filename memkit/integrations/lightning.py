@@ -142,7 +142,6 @@ class LightningFeatures:
 
     def _end(self, *_: Any, **__: Any) -> None:
         self._features.end()
-        self._features.end_states()
         if self._step is not None:
             self._step.remove()
             self._step = None

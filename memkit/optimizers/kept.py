@@ -47,7 +47,7 @@ class Kept:
     draws: bool
 
 
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def unwrapped(optimizer: Any) -> Any:
     """Return the optimizer inside of one that wraps it, as accelerate's does."""
     inside = getattr(optimizer, "optimizer", None)
     return unwrapped(inside) if isinstance(inside, torch.optim.Optimizer) else optimizer
