@@ -19,6 +19,7 @@ from memkit.plan.budget.planning import JointPlanner, unsure
 from memkit.plan.budget.problem import Problem
 from memkit.plan.budget.simulate import simulate
 from memkit.plan.plans import Action, MemoryPlan
+from memkit.plan.residency import spread
 from memkit.plan.shards import ShardPlan
 from memkit.plan.step import NO_OP, ModuleOps, StepTrace, short_name
 
@@ -138,10 +139,6 @@ def blocks_of(trace: StepTrace) -> list[ModuleOps]:
     return sorted((block for block in outer if block.end > block.begin), key=lambda block: block.begin)
 
 
-def evenly(num_chosen: int, num_all: int) -> list[int]:
-    return [place for place in range(num_all) if (place + 1) * num_chosen // num_all != place * num_chosen // num_all]
-
-
 def with_checkpoints(problem: Problem, blocks: Sequence[ModuleOps]) -> tuple[Action, ...]:
     """Return the action for each value if some blocks are checkpointed and the rest is plain."""
     lineage, actions = problem.lineage, list(problem.plain)
@@ -169,7 +166,7 @@ def checkpoint_curve(problem: Problem, *, most: int = 12) -> list[CheckpointedBl
     if not blocks:
         return []
     counts = sorted({-(-len(blocks) * step // most) for step in range(1, most + 1)})
-    return [_checkpointed(problem, [blocks[place] for place in evenly(count, len(blocks))]) for count in counts]
+    return [_checkpointed(problem, [blocks[place] for place in spread(len(blocks), count)]) for count in counts]
 
 
 def _checkpointed(problem: Problem, blocks: Sequence[ModuleOps]) -> CheckpointedBlocks:
@@ -231,12 +228,7 @@ def default_budgets(problem: Problem, least_bytes: int, num_budgets: int) -> lis
 
 
 def make_front(
-    problem: Problem,
-    limits: Sequence[int] | None,
-    *,
-    num_budgets: int,
-    optimizer: str | None,
-    needs_plan: bool = True,
+    problem: Problem, limits: Sequence[int] | None, *, num_budgets: int, optimizer: str | None, needs_plan: bool = True
 ) -> tuple[Front, dict[int, MemoryPlan]]:
     """Return the front of a step, and its plans by budget; raise BudgetInfeasible if `needs_plan` and none can be kept."""
     planner = JointPlanner(problem)

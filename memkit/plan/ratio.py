@@ -137,13 +137,7 @@ class TimedSave:
 
 
 def step_with_copies_s(
-    saves: Sequence[TimedSave],
-    leaving: Collection[int],
-    *,
-    forward_s: float,
-    backward_s: float,
-    link: Link,
-    limit_bytes: float,
+    saves: Sequence[TimedSave], leaving: Collection[int], *, forward_s: float, backward_s: float, link: Link, limit_bytes: float
 ) -> float:
     """Return the seconds of a step: compute waits for the oldest copy where the device holds more than the limit."""
     timeline, live_bytes = Timeline(), 0
@@ -178,12 +172,7 @@ def step_with_copies_s(
 
 
 def auto_ratio(
-    saves: Sequence[TimedSave],
-    *,
-    forward_s: float,
-    backward_s: float,
-    link: Link,
-    window_bytes: int | None = None,
+    saves: Sequence[TimedSave], *, forward_s: float, backward_s: float, link: Link, window_bytes: int | None = None
 ) -> float:
     sizes = [save.num_bytes for save in saves]
     held = frozenset(index for index, save in enumerate(saves) if save.is_held)
@@ -214,12 +203,7 @@ class Forecast:
     """
 
     def __init__(
-        self,
-        sizes_bytes: Sequence[int],
-        working_bytes: Sequence[int],
-        stays: Sequence[bool],
-        *,
-        limit_bytes: int,
+        self, sizes_bytes: Sequence[int], working_bytes: Sequence[int], stays: Sequence[bool], *, limit_bytes: int
     ) -> None:
         self._used_bytes = tuple(itertools.accumulate(sizes_bytes, initial=0))
         self._working_bytes = tuple(working + size for size, working in zip(sizes_bytes, working_bytes, strict=True))

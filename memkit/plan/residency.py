@@ -204,7 +204,7 @@ class ResidencyPlan:
 
 
 def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
-    """Return which of some layers stream, evenly spread: the last does, and so the first of them comes late."""
+    """Return `num_streamed` of some layers, evenly spread up to the last, so that the first of them comes late."""
     return tuple((count * num_layers - 1) // num_streamed for count in range(1, num_streamed + 1))
 
 

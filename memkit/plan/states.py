@@ -8,7 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from memkit.core.sizes import ALIGNMENT_BYTES, DISK_PAGE_BYTES, HOST_PAGE_BYTES, check_bytes, format_bytes, rounded
+from memkit.core.sizes import (
+    ALIGNMENT_BYTES,
+    DISK_PAGE_BYTES,
+    HOST_PAGE_BYTES,
+    check_bytes,
+    format_bytes,
+    rounded,
+    total_rounded,
+)
 from memkit.errors import BudgetInfeasible, HostMemoryError
 
 
@@ -176,7 +184,7 @@ def side_by_side(sizes_bytes: Sequence[int]) -> list[list[int]]:
 
 
 def held_bytes(sizes_bytes: Sequence[int]) -> int:
-    return sum(_in_pages(sum(block)) for block in side_by_side(sizes_bytes))
+    return total_rounded(map(sum, side_by_side(sizes_bytes)), HOST_PAGE_BYTES)
 
 
 def ring_bytes(pieces: Sequence[StatePiece]) -> tuple[int, ...]:
@@ -195,7 +203,7 @@ def with_disk(pieces: Sequence[StatePiece], host_budget_bytes: int | None, *, is
         if held_bytes(sizes) <= host_budget_bytes:
             return list(pieces)
         ring = [_on_disk(pieces[index]) for index in moving]
-        left_bytes = host_budget_bytes - sum(map(_in_pages, ring_bytes(ring)))
+        left_bytes = host_budget_bytes - total_rounded(ring_bytes(ring), HOST_PAGE_BYTES)
         if left_bytes < 0:
             raise HostMemoryError(
                 f"StateOffload needs a host_budget of at least {format_bytes(host_budget_bytes - left_bytes)}, for the buffers "
@@ -212,10 +220,6 @@ def with_disk(pieces: Sequence[StatePiece], host_budget_bytes: int | None, *, is
 
 def _on_disk(piece: StatePiece) -> StatePiece:
     return replace(piece, is_on_disk=True, windows=tuple(replace(window, is_on_disk=True) for window in piece.windows))
-
-
-def _in_pages(num_bytes: int) -> int:
-    return rounded(num_bytes, HOST_PAGE_BYTES)
 
 
 PIECE_BYTES = 64 * 2**20  # a copy of this size reaches the link's full speed
@@ -345,6 +349,13 @@ def plan_states(
     whole = sum(cost.state_bytes for cost in costs)
     most = min(max(usual, whole // 128), max(usual, 168 * 2**20))  # with four slots and an undo copy, less than a GiB
     most = min(most, max(1, whole // 16))  # of small models there are so many pieces, so that copies and steps overlap
+    groups, num_bytes = list[list[int]](), 0
+    for index, cost in enumerate(costs):
+        if not groups or apart or num_bytes + cost.state_bytes > most:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(index)
+        num_bytes += cost.state_bytes
     pieces = [
         StatePiece(
             parameters=tuple(members),
@@ -355,7 +366,7 @@ def plan_states(
             state_bytes=sum(costs[index].state_bytes for index in members),
             windows=_windows(members[0], costs[members[0]], most, runs_ahead) if len(members) == 1 else (),
         )
-        for members in _cut(costs, most, apart=apart)
+        for members in groups
     ]
     pieces = list(with_residents(pieces, device_budget_bytes, moves_large=not runs_ahead))
     if has_disk:
@@ -364,19 +375,6 @@ def plan_states(
         pieces = [piece if piece.is_resident else replace(piece, update=Update.HOST) for piece in pieces]
     pieces, slot_bytes = _with_slots(pieces, max(PIECE_BYTES, most))
     return StatePlan(pieces=tuple(pieces), slot_bytes=slot_bytes)
-
-
-def _cut(costs: Sequence[ParameterCosts], most: int, *, apart: bool) -> Iterator[list[int]]:
-    members: list[int] = []
-    num_bytes = 0
-    for index, cost in enumerate(costs):
-        if members and (apart or num_bytes + cost.state_bytes > most):
-            yield members
-            members, num_bytes = [], 0
-        members.append(index)
-        num_bytes += cost.state_bytes
-    if members:
-        yield members
 
 
 def is_large(cost: ParameterCosts) -> bool:
@@ -389,25 +387,23 @@ def _windows(index: int, cost: ParameterCosts, most: int, runs_ahead: bool) -> t
     length = rounded(-(-cost.numel // max(1, num_windows)), WINDOW_NUMEL)
     if not cost.is_elementwise or not is_large(cost) or length >= cost.numel:
         return ()
-    made = []
-    for start in range(0, cost.numel, length):
+
+    def window(start: int) -> StatePiece:
         numel = min(length, cost.numel - start)
-        # the last window has the padding at the end of each state and of the parameter
-        is_last = start + numel == cost.numel
-        parameter_bytes, gradient_bytes, sent_bytes, state_bytes = (
-            whole - whole // cost.numel * start if is_last else whole // cost.numel * numel
-            for whole in (cost.parameter_bytes, cost.gradient_bytes, cost.sent_bytes(runs_ahead=runs_ahead), cost.state_bytes)
-        )
-        window = StatePiece(
+
+        def share(whole: int) -> int:  # the last window has the padding at the end of each state and of the parameter
+            return whole - whole // cost.numel * start if start + numel == cost.numel else whole // cost.numel * numel
+
+        return StatePiece(
             parameters=(index,),
             numel=numel,
-            parameter_bytes=parameter_bytes,
-            gradient_bytes=gradient_bytes,
-            sent_bytes=sent_bytes,
-            state_bytes=state_bytes,
+            parameter_bytes=share(cost.parameter_bytes),
+            gradient_bytes=share(cost.gradient_bytes),
+            sent_bytes=share(cost.sent_bytes(runs_ahead=runs_ahead)),
+            state_bytes=share(cost.state_bytes),
         )
-        made.append(window)
-    return tuple(made)
+
+    return tuple(map(window, range(0, cost.numel, length)))
 
 
 def _with_slots(pieces: list[StatePiece], most: int) -> tuple[list[StatePiece], tuple[int, ...]]:
@@ -423,10 +419,14 @@ def _with_slots(pieces: list[StatePiece], most: int) -> tuple[list[StatePiece], 
         # One piece comes, one is stepped and one leaves; on the host gradients may queue each way behind a larger piece.
         num_slots = 4 if update is Update.DEVICE else 6
         rooms = [part.state_bytes if update is Update.DEVICE else part.way_bytes for _, part in parts]
-        found, own = _turns(rooms, most, num_slots)
-        for (number, _), slot in zip(parts, found, strict=True):
-            slots[number].append(slot + len(sizes))
-        sizes += own
+        # Oversized pieces share the first slot, the others take turns.
+        usual = max((room for room in rooms if room <= 2 * most), default=0)
+        has_large = max(rooms, default=0) > usual
+        num_usual = min(num_slots - has_large, sum(room <= usual for room in rooms))
+        turns = itertools.cycle(range(len(sizes) + has_large, len(sizes) + has_large + num_usual))
+        for (number, _), room in zip(parts, rooms, strict=True):
+            slots[number].append(next(turns) if room <= usual else len(sizes))
+        sizes += [max(rooms, default=0)] * has_large + [usual] * num_usual
     return [in_slots(piece, slots[number]) for number, piece in enumerate(pieces)], tuple(sizes)
 
 
@@ -435,17 +435,6 @@ def in_slots(piece: StatePiece, slots: Sequence[int]) -> StatePiece:
         return piece
     windows = (replace(part, slot=slot, update=piece.update) for part, slot in zip(piece.windows, slots, strict=False))
     return replace(piece, slot=slots[0], windows=tuple(windows))
-
-
-def _turns(rooms: Sequence[int], most: int, num_slots: int) -> tuple[list[int], list[int]]:
-    """Return the slot of each piece, and the sizes of the slots: oversized pieces share one slot, the others take turns."""
-    if not rooms:
-        return [], []
-    usual = max((room for room in rooms if room <= 2 * most), default=0)
-    has_large = max(rooms) > usual
-    num_usual = min(num_slots - has_large, sum(room <= usual for room in rooms))
-    turns = itertools.cycle(range(has_large, has_large + num_usual))
-    return [next(turns) if room <= usual else 0 for room in rooms], [max(rooms)] * has_large + [usual] * num_usual
 
 
 def _count(number: int, noun: str) -> str:

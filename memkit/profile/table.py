@@ -212,17 +212,20 @@ def to_text(
         )
         for name, column in ((name, _COLUMNS[name]) for name in names)
     ]
+    largest = max(rows, key=lambda row: row.self_bytes)
+    below = [f"{name}: {value}" for name, value in _notes(report)]
+    if largest not in shown and largest.self_bytes:
+        told = f"{largest.fqn} (self {format_mib(largest.self_bytes)})"
+        below.insert(0, f"not shown: {len(hidden)} rows, with the largest, {told}")
     words = report.in_words()
-    below = [*_largest_hidden(shown, hidden), _lines(_notes(report)), *(["", words, ""] if words else [])]
-    parts = [wrapped(part, width) for part in [*below, _lines(_totals(report))]]
+    below += ["", words, ""] if words else []
+    below += [
+        f"parameters in all: {format_mib(report.param_bytes)}",
+        f"activations in all: {format_mib(report.activation_bytes)}",
+        f"forward time in all: {'-' if report.forward_s is None else f'{_ms(report.forward_s)} ms'}",
+    ]
+    parts = [wrapped(part, width) for part in below]
     return "\n".join([wrapped(_headline(report), width), "", table_text(columns, width), "", *parts])
-
-
-def _largest_hidden(shown: Sequence[ModuleRecord], hidden: Sequence[ModuleRecord]) -> list[str]:
-    largest = max((*shown, *hidden), key=lambda row: row.self_bytes)
-    if largest in shown or not largest.self_bytes:
-        return []
-    return [f"not shown: {len(hidden)} rows, with the largest, {largest.fqn} (self {format_mib(largest.self_bytes)})"]
 
 
 def _headline(report: MemoryReport) -> str:
@@ -257,7 +260,7 @@ def _notes(report: MemoryReport) -> list[tuple[str, str]]:
         sizes += [("parameters on the device", report.device_param_bytes), ("... in host memory, streamed", on_host)]
     if on_host and sharding is None:
         sizes.append(("slots on the device for what streams", report.slot_bytes))
-    notes = _with_sizes(sizes)
+    notes = [(name, "-" if num_bytes is None else format_mib(num_bytes)) for name, num_bytes in sizes]
     for mark in Mark:
         names = report.marked(mark.value)
         if names:
@@ -269,24 +272,8 @@ def _notes(report: MemoryReport) -> list[tuple[str, str]]:
         peaks.append(("... unaccounted: neither from before nor saved", report.unaccounted_bytes))
     peaks.append(("peak of the backward", report.backward_peak_bytes))
     peaks.append(("reserved by the allocator, at most", report.reserved_peak_bytes))
-    notes += _with_sizes([pair for pair in peaks if pair[1] is not None])
+    notes += [(name, format_mib(num_bytes)) for name, num_bytes in peaks if num_bytes is not None]
     return [*notes, *([] if report.backward_s is None else [("backward time in all", f"{_ms(report.backward_s)} ms")])]
-
-
-def _with_sizes(sizes: list[tuple[str, int | None]]) -> list[tuple[str, str]]:
-    return [(name, "-" if num_bytes is None else format_mib(num_bytes)) for name, num_bytes in sizes]
-
-
-def _totals(report: MemoryReport) -> list[tuple[str, str]]:
-    return [
-        ("parameters in all", format_mib(report.param_bytes)),
-        ("activations in all", format_mib(report.activation_bytes)),
-        ("forward time in all", "-" if report.forward_s is None else f"{_ms(report.forward_s)} ms"),
-    ]
-
-
-def _lines(pairs: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"{name}: {value}" for name, value in pairs)
 
 
 def _folded(rows: Sequence[ModuleRecord], depth: int | None) -> list[ModuleRecord]:

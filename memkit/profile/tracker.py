@@ -171,7 +171,14 @@ def profile_memory(
         own = replace(own, streamed=streamed, sharded=sharded)
         run_at = _run_device(own, device)
         num_bytes = check_bytes("min_bytes", min_bytes)
-        _check_trace(own, run_at, trace=trace)
+        if not isinstance(trace, bool):
+            raise ValueError(f"trace is True or False; found {trace!r}")
+        if trace and run_at != META:
+            raise ValueError(
+                f'trace=True needs device="meta", where no data is needed; found a run on {run_at}. Pass device="meta"'
+            )
+        if trace and not own.backward:
+            raise ValueError("trace=True needs a whole step; found backward=False. Pass backward=True")
         tree = ModuleTree(own.model, own.streamed)
         memory, states = None, tuple[AliveStorage, ...]()
         if counted is not None:
@@ -333,17 +340,6 @@ def _check_arguments(step: ProfiledStep, *, target: str, tag: str, warmup: int) 
         raise ValueError(f"tag must be a name; found {tag!r}")
     if not isinstance(warmup, int) or warmup < 0:
         raise ValueError(f"warmup must be a number of runs, 0 or more; found {warmup!r}")
-
-
-def _check_trace(step: ProfiledStep, run_device: torch.device, *, trace: bool) -> None:
-    if not isinstance(trace, bool):
-        raise ValueError(f"trace is True or False; found {trace!r}")
-    if trace and run_device != META:
-        raise ValueError(
-            f'trace=True needs device="meta", where no data is needed; found a run on {run_device}. Pass device="meta"'
-        )
-    if trace and not step.backward:
-        raise ValueError("trace=True needs a whole step; found backward=False. Pass backward=True")
 
 
 def _check_model(step: ProfiledStep) -> None:

@@ -183,16 +183,18 @@ class StorageLog(MemoryCounter):
         if optimizer is not None:
             moments.append(Moment(phase=Phase.OPTIMIZER_STEP, op=f"{optimizer}.step", module=OUTSIDE_NAME))
         storages = [replace(state, begin=0, end=len(moments)) for state in states]
-        found = [*(self._alive(entry, num_ops, len(moments)) for entry in self._entries), *storages]
-        return StepMemory(moments=tuple(moments), storages=tuple(it for it in found if it.begin < it.end and it.num_bytes))
-
-    def _alive(self, entry: _Entry, num_ops: int, num_moments: int) -> AliveStorage:
-        end = num_ops if entry.end is None else entry.end
-        if end == num_ops and entry.category in _OUTLIVE_THE_STEP and not (entry.is_gathered and entry.end is not None):
-            end = num_moments
-        return AliveStorage(
-            category=entry.category, module=entry.module, what=entry.what, num_bytes=entry.num_bytes, begin=entry.begin, end=end
-        )
+        outlive = (MemoryCategory.PARAM, MemoryCategory.BUFFER, MemoryCategory.INPUT, MemoryCategory.GRAD)
+        found = list[AliveStorage]()
+        for it in self._entries:
+            end = num_ops if it.end is None else it.end
+            if end == num_ops and it.category in outlive and not (it.is_gathered and it.end is not None):
+                end = len(moments)
+            size, begin = it.num_bytes, it.begin
+            found.append(
+                AliveStorage(category=it.category, module=it.module, what=it.what, num_bytes=size, begin=begin, end=end)
+            )
+        alive = tuple(it for it in [*found, *storages] if it.begin < it.end and it.num_bytes)
+        return StepMemory(moments=tuple(moments), storages=alive)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
@@ -259,7 +261,6 @@ class StorageLog(MemoryCounter):
 
 
 _PACKING = "fsdp.all_gather_copy_in"
-_OUTLIVE_THE_STEP = (MemoryCategory.PARAM, MemoryCategory.BUFFER, MemoryCategory.INPUT, MemoryCategory.GRAD)
 
 
 class ParamCasts:
@@ -297,7 +298,7 @@ def storages_in(value: Any) -> Iterator[torch.UntypedStorage]:
 
 @dataclass(slots=True)
 class _Save:
-    record: SavedTensorRecord
+    what: dict[str, Any]  # fields of its record
     packs: list[int] = field(default_factory=list)
     ordinals: list[int] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -326,7 +327,9 @@ class SavedStorages:
         self._num_storages = self._num_packs = self._num_saves = self._num_uses = 0
 
     def pack(self, tensor: Tensor) -> _Packed:
-        saves = tuple(self._note(storage, tensor) for storage in storages_of(tensor) if self._counts(storage))
+        # cuDNN's BatchNorm saves a workspace that is often empty.
+        counted = (storage for storage in storages_of(tensor) if storage.nbytes() > 0 and storage not in self._resident)
+        saves = tuple(self._note(storage, tensor) for storage in counted)
         self._num_packs += 1
         self._num_saves += bool(saves)
         return _Packed(tensor, saves)
@@ -345,8 +348,8 @@ class SavedStorages:
         if times is not None and times.num_saves != self._num_packs:
             times = None  # that run took another path
         return tuple(
-            replace(
-                save.record,
+            SavedTensorRecord(
+                **save.what,
                 save_ordinals=tuple(save.ordinals),
                 shapes=tuple(save.shapes),
                 saved_at_s=None if times is None else times.saved_at_s(save.packs),
@@ -362,35 +365,23 @@ class SavedStorages:
             self._seen[key] = weakref.ref(storage), self._num_storages, version
             self._num_storages += 1
         _, number, first_version = self._seen[key]
-        save = self._saves.get((number, version - first_version))
+        version -= first_version
+        save = self._saves.get((number, version))
         if save is None:
-            record = SavedTensorRecord(
-                storage=number,
-                version=version - first_version,
-                storage_bytes=storage.nbytes(),
-                category=self._category(storage),
-                module=self._stack.row,
-                dtype=dtype_name(tensor.dtype),
-                save_ordinals=(),
-                shapes=(),
-                saved_at_s=None,
-                needed_position=None,
-                needed_at_s=None,
-            )
-            save = self._saves[number, record.version] = _Save(record)
+            category = SavedCategory.PARAM_CAST if storage in self._casts else SavedCategory.ACTIVATION
+            what = {
+                "storage": number,
+                "version": version,
+                "storage_bytes": storage.nbytes(),
+                "category": SavedCategory.INPUT if key in self._inputs else category,
+                "module": self._stack.row,
+                "dtype": dtype_name(tensor.dtype),
+            }
+            save = self._saves[number, version] = _Save(what)
         save.packs.append(self._num_packs)
         save.ordinals.append(self._num_saves)
         save.shapes.extend(shapes_of(tensor))
         return save
-
-    def _category(self, storage: torch.UntypedStorage) -> SavedCategory:
-        if storage_key(storage) in self._inputs:
-            return SavedCategory.INPUT
-        return SavedCategory.PARAM_CAST if storage in self._casts else SavedCategory.ACTIVATION
-
-    def _counts(self, storage: torch.UntypedStorage) -> bool:
-        # cuDNN's BatchNorm saves a workspace that is often empty.
-        return storage.nbytes() > 0 and storage not in self._resident
 
 
 class Watch(Mode):

@@ -22,13 +22,7 @@ _MOST_STALE = 5  # so many rounds in a row may bring nothing
 
 class Search:
     def __init__(
-        self,
-        problem: Problem,
-        budget_bytes: int,
-        allowed: Collection[Action],
-        *,
-        most_simulated: int,
-        handling_s: float = 0.0,
+        self, problem: Problem, budget_bytes: int, allowed: Collection[Action], *, most_simulated: int, handling_s: float = 0.0
     ) -> None:
         self.problem, self.budget_bytes, self.most_simulated = problem, budget_bytes, most_simulated
         self.handling_s = handling_s
