@@ -226,20 +226,17 @@ _CLASS_DTYPES: dict[OpOverload, tuple[torch.dtype, ...]] = {
 
 # Of these operations all tensors at these positions have the same dtype.
 _ALIKE: dict[OpOverload, tuple[int, ...]] = {
-    **dict.fromkeys((_aten.mm.default, _aten.bmm.default, _aten.mv.default, _aten.dot.default), (0, 1)),
-    **dict.fromkeys((_aten.addmm.default, _aten.addmv.default, _aten.addbmm.default, _aten.baddbmm.default), (0, 1, 2)),
-    _aten.convolution.default: (0, 1, 2),
-    **dict.fromkeys(torch_private.known("prelu_kernel", "euclidean_dist", "cdist_forward", "grouped_mm"), (0, 1)),
-    **dict.fromkeys((_aten.linalg_cross.default, _aten.binary_cross_entropy.default), (0, 1)),
-    **dict.fromkeys((_aten.grid_sampler_2d.default, _aten.grid_sampler_3d.default), (0, 1)),
-    **dict.fromkeys((_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default), (0, 2)),
-    **dict.fromkeys((_aten.index_put.default, _aten.index_put_.default), (0, 2)),
-    **dict.fromkeys(torch_private.known("index_put_impl", "unsafe_index_put"), (0, 2)),
-    **dict.fromkeys((_aten.index_add.default, _aten.index_add_.default), (0, 3)),
-    **dict.fromkeys((_aten.index_copy.default, _aten.index_copy_.default), (0, 3)),
-    **dict.fromkeys((_aten.index_reduce.default, _aten.index_reduce_.default), (0, 3)),
-    **dict.fromkeys((_aten.put.default, _aten.put_.default), (0, 2)),
+    getattr(_aten, name).default: positions
+    for positions, names in (
+        ((0, 1), "mm bmm mv dot linalg_cross binary_cross_entropy grid_sampler_2d grid_sampler_3d"),
+        ((0, 1, 2), "addmm addmv addbmm baddbmm convolution"),
+        ((0, 2), "nll_loss_forward nll_loss2d_forward index_put index_put_ put put_"),
+        ((0, 3), "index_add index_add_ index_copy index_copy_ index_reduce index_reduce_"),
+    )
+    for name in names.split()
 }
+_ALIKE |= dict.fromkeys(torch_private.known("prelu_kernel", "euclidean_dist", "cdist_forward", "grouped_mm"), (0, 1))
+_ALIKE |= dict.fromkeys(torch_private.known("index_put_impl", "unsafe_index_put"), (0, 2))
 # And of these the parameters, and on the CPU the running statistics, at these positions, go with the input.
 _OF_GROUPS_AND_LAYERS = {_aten.native_group_norm.default: (1, 2), _aten.native_layer_norm.default: (2, 3)}
 _NORMALIZATIONS: dict[str, dict[OpOverload, tuple[int, ...]]] = {
@@ -280,18 +277,13 @@ def format_of(tensor: Tensor) -> torch.memory_format:
     return torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
 
 
-def _in_format(output: Tensor, memory_format: torch.memory_format) -> Tensor:
-    return torch.empty_like(output, memory_format=memory_format)
-
-
 def _contiguous(output: Tensor, *_: Any) -> Tensor:
-    return _in_format(output, torch.contiguous_format)
+    return torch.empty_like(output, memory_format=torch.contiguous_format)
 
 
 def _as_first(output: Tensor, first: Tensor, *_: Any) -> Tensor:
-    if output.dim() != first.dim():
-        return _contiguous(output)
-    return _in_format(output, format_of(first))
+    is_alike = output.dim() == first.dim()
+    return torch.empty_like(output, memory_format=format_of(first) if is_alike else torch.contiguous_format)
 
 
 def _convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
@@ -303,7 +295,7 @@ def _convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
 def _convolution_cuda(output: Tensor, tensor: Tensor, weight: Tensor, *_: Any) -> Tensor:
     if not torch.backends.cudnn.enabled or torch.float64 in (tensor.dtype, weight.dtype):
         return _contiguous(output)
-    return _in_format(output, _convolution_format(tensor, weight))
+    return torch.empty_like(output, memory_format=_convolution_format(tensor, weight))
 
 
 def _convolution_cpu(output: Tensor, tensor: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
@@ -311,16 +303,12 @@ def _convolution_cpu(output: Tensor, tensor: Tensor, weight: Tensor, bias: Tenso
     memory_format = _convolution_format(tensor, weight)
     if memory_format is torch.channels_last_3d and not uses_onednn(tensor, weight, bias, *how):
         return _contiguous(output)
-    return _in_format(output, memory_format)
+    return torch.empty_like(output, memory_format=memory_format)
 
 
 def _group_norm(outputs: Sequence[Tensor], tensor: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
     output, *statistics = _with_statistics(outputs, _dtype_beside(tensor, *parameters[:2]))
     return (_as_first(output, tensor), *statistics)
-
-
-def _layer_norm_cpu(outputs: Sequence[Tensor], tensor: Tensor, shape: Any, *parameters: Any) -> tuple[Tensor, ...]:
-    return _with_statistics(outputs, _dtype_beside(tensor, *parameters[:2]))
 
 
 def _batch_norm_cpu(outputs: Sequence[Tensor], tensor: Tensor, *given: Any) -> tuple[Tensor, ...]:
@@ -366,15 +354,15 @@ def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *others: Any, out_dtype: torch.dty
     if mat_a.dtype not in (torch.float32, torch.float16):
         made: Tensor = grouped_mm(mat_a, mat_b, *others, out_dtype=out_dtype)
         return made
-    size = grouped_mm(*map(_as_bfloat16, (mat_a, mat_b)), *others).size()
+
+    def as_bfloat16(tensor: Tensor) -> Tensor:
+        stride = [step if step == 1 else step * tensor.itemsize // 2 for step in tensor.stride()]
+        return tensor.new_empty_strided(tensor.size(), stride, dtype=torch.bfloat16)
+
+    size = grouped_mm(as_bfloat16(mat_a), as_bfloat16(mat_b), *others).size()
     alignment = 16 // mat_a.itemsize  # of rows
     pitch = -(-size[-1] // alignment) * alignment
     return mat_a.new_empty_strided(size, (size[-2] * pitch, pitch, 1)[-len(size) :])
-
-
-def _as_bfloat16(tensor: Tensor) -> Tensor:
-    stride = [step if step == 1 else step * tensor.itemsize // 2 for step in tensor.stride()]
-    return tensor.new_empty_strided(tensor.size(), stride, dtype=torch.bfloat16)
 
 
 _OWN_KERNELS: dict[OpOverload, Callable[..., Tensor]] = dict.fromkeys(torch_private.known("grouped_mm"), _grouped_mm)
@@ -386,27 +374,28 @@ _CLASSES_AT: dict[OpOverload, int] = {_aten.nll_loss_forward.default: 1, _aten.n
 # Source: the kernels in aten/src/ATen/native (Convolution.cpp, Normalization.cpp, group_norm.cpp, layer_norm.cpp,
 # Activation.cpp, ReflectionPad.cpp, ReplicationPadding.cpp, MaxUnpooling.cpp, PixelShuffle.cpp, ChanelShuffle.cpp,
 # TensorTransformations.cpp), and those in its folder cuda.
-_KEEP_THE_FORMAT = (  # on the CPU
-    *(_aten.reflection_pad2d.default, _aten.reflection_pad3d.default, _aten.replication_pad2d.default),
-    *(_aten.replication_pad3d.default, _aten.max_unpool2d.default, _aten.pixel_shuffle.default),
-    *(_aten.pixel_unshuffle.default, _aten.channel_shuffle.default, _aten.roll.default),
-)
-_CPU_RULES: dict[OpOverload, Fix] = {
-    _aten.convolution.default: _convolution_cpu,
-    _aten.native_batch_norm.default: _batch_norm_cpu,
-    _aten.native_group_norm.default: _group_norm,
-    _aten.native_layer_norm.default: _layer_norm_cpu,
-    _aten.log_sigmoid_forward.default: lambda outputs, *_: tuple(map(_contiguous, outputs)),
-    **dict.fromkeys(_KEEP_THE_FORMAT, _as_first),
+_FORMATTED = ["max_unpool2d", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "roll"]
+_FORMATTED += [f"{way}_pad{dims}d" for way in ("reflection", "replication") for dims in (2, 3)]
+_KEEP_THE_FORMAT = [getattr(_aten, name).default for name in _FORMATTED]  # on the CPU
+_RULES: dict[str, dict[OpOverload, Fix]] = {
+    "cpu": {
+        _aten.convolution.default: _convolution_cpu,
+        _aten.native_batch_norm.default: _batch_norm_cpu,
+        _aten.native_group_norm.default: _group_norm,
+        _aten.native_layer_norm.default: lambda outputs, tensor, _, *parameters: _with_statistics(
+            outputs, _dtype_beside(tensor, *parameters[:2])
+        ),
+        _aten.log_sigmoid_forward.default: lambda outputs, *_: tuple(map(_contiguous, outputs)),
+        **dict.fromkeys(_KEEP_THE_FORMAT, _as_first),
+    },
+    "cuda": {
+        _aten.convolution.default: _convolution_cuda,
+        _aten.native_batch_norm.default: _batch_norm_cuda,
+        _aten.native_group_norm.default: _group_norm,
+        _aten.log_sigmoid_forward.default: lambda outputs, tensor: (outputs[0], tensor.new_empty(0)),  # no buffer
+        **dict.fromkeys(_KEEP_THE_FORMAT, _contiguous),
+    },
 }
-_CUDA_RULES: dict[OpOverload, Fix] = {
-    _aten.convolution.default: _convolution_cuda,
-    _aten.native_batch_norm.default: _batch_norm_cuda,
-    _aten.native_group_norm.default: _group_norm,
-    _aten.log_sigmoid_forward.default: lambda outputs, tensor: (outputs[0], tensor.new_empty(0)),  # no buffer for the backward
-    **dict.fromkeys(_KEEP_THE_FORMAT, _contiguous),
-}
-_RULES = {"cpu": _CPU_RULES, "cuda": _CUDA_RULES}
 
 Operation = Callable[..., Any]
 
