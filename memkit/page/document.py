@@ -114,12 +114,12 @@ def timeline_of(memory: Memory) -> dict[str, Any]:
 
 def contents_of(report: Report, plans: Sequence[MemoryPlan] = ()) -> dict[str, Any]:
     """Return the contents of the page. Raises ValueError if a plan is for another step, or the report has no trace."""
-    memory = memory_of(report)
+    memory, shapes = memory_of(report), _shapes(report.modules[0].input_shapes)
     return {
         "version": __version__,
         "model": report.run.model,
         "tag": report.tag,
-        "where": where_of(report),
+        "where": where_of(report, shapes and f"input {shapes}"),
         "facts": facts_of(report),
         "categories": [{"key": key, "name": name, "meaning": meaning} for key, (name, meaning) in CATEGORIES.items()],
         "timeline": None if memory is None else timeline_of(memory),
@@ -130,15 +130,15 @@ def contents_of(report: Report, plans: Sequence[MemoryPlan] = ()) -> dict[str, A
     }
 
 
-def where_of(report: Report) -> list[str]:
-    run, shapes = report.run, _shapes(report.modules[0].input_shapes)
-    on = f"on meta, as {run.target} would run it" if run.device == "meta" else f"on {run.device} ({run.device_name})"
+def where_of(report: Report, *more: str) -> list[str]:
+    """Return where and how a profile was taken, in a few words each."""
+    run = report.run
     return [
-        on,
-        *([f"input {shapes}"] if shapes else []),
+        f"on meta, as {run.target} would run it" if run.device == "meta" else f"on {run.device} ({run.device_name})",
+        *filter(None, more),
         "train mode" if run.training else "eval mode",
         *([f"autocast {run.autocast}"] if run.autocast else []),
-        "forward and backward" if run.backward else "forward only",
+        "forward and backward" if run.backward else "forward",
         f"torch {run.torch_version}",
     ]
 

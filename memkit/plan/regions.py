@@ -331,7 +331,7 @@ class RegionPlanner:
     def _try_alike(self) -> None:
         for group in self._groups():
             size = len(group)
-            for count in _counts(size):
+            for count in sorted({*range(1, size + 1, max(1, size // 400)), size}):
                 if self._work > _MOST_WORK // 3:
                     return
                 self.simulate([group[place * size // count] for place in range(count)])
@@ -426,16 +426,6 @@ class RegionPlanner:
 
     def _are_nested(self, one: int, other: int) -> bool:
         return one <= other < self._ends[one] or other <= one < self._ends[other]
-
-
-def _counts(size: int) -> list[int]:
-    if size <= 400:
-        return list(range(1, size + 1))
-    found, count = [], 1.0
-    while count < size:
-        found.append(round(count))
-        count = max(count + 1, count * 1.02)
-    return [*found, size]
 
 
 class Moving(NamedTuple):

@@ -375,14 +375,15 @@ class Walks:
                 self.exchange(found - 1)
         return self.least()
 
-    def cheapest(self, budget_bytes: float) -> Outcome | None:
-        return _cheapest(self.found, budget_bytes)
+    def cheapest(self, budget_bytes: float, found: Sequence[Outcome] | None = None) -> Outcome | None:
+        fitting = (outcome for outcome in (self.found if found is None else found) if outcome.peak_bytes <= budget_bytes)
+        return min(fitting, key=lambda outcome: (outcome.replayed_s, outcome.peak_bytes), default=None)
 
     def explore(self, limit_bytes: float) -> Sequence[Outcome]:
         if limit_bytes > 0 and limit_bytes not in self._explored:
             found = list[Outcome]()
             for dropped, anchors in self._candidates(limit_bytes):
-                best = _cheapest(found, limit_bytes)
+                best = self.cheapest(limit_bytes, found)
                 outcome = self.walk(dropped, limit_bytes, anchors, most_s=math.inf if best is None else best.replayed_s)
                 if outcome.replayed_s < math.inf:
                     found.append(outcome)
@@ -426,8 +427,3 @@ class Walks:
         """Return the largest anchor sets that leave half of the room, then the empty one: with fewer, up to 11 % slower."""
         fitting = [anchors for anchors, num_bytes in self._held.items() if anchors and num_bytes <= 0.5 * limit_bytes]
         return [*reversed(fitting[-3:]), frozenset()]
-
-
-def _cheapest(found: Sequence[Outcome], budget_bytes: float) -> Outcome | None:
-    fitting = (outcome for outcome in found if outcome.peak_bytes <= budget_bytes)
-    return min(fitting, key=lambda outcome: (outcome.replayed_s, outcome.peak_bytes), default=None)

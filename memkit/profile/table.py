@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memkit.core.sizes import MIB, format_mib, unit_of
 from memkit.core.terminal import LAST, TextColumn, table_text, wrapped
-from memkit.page.document import CATEGORIES
+from memkit.page.document import CATEGORIES, where_of
 from memkit.plan.step import short_name
 from memkit.profile.alive import AliveItem, MemoryCategory, Moment, Phase, StepMemory, grouped
 from memkit.profile.tree import MEANINGS, OUTSIDE_NAME, ROOT_NAME, Mark, children_of
@@ -224,24 +224,10 @@ def to_text(
         f"activations in all: {format_mib(report.activation_bytes)}",
         f"forward time in all: {'-' if report.forward_s is None else f'{_ms(report.forward_s)} ms'}",
     ]
-    parts = [wrapped(part, width) for part in below]
-    return "\n".join([wrapped(_headline(report), width), "", table_text(columns, width), "", *parts])
-
-
-def _headline(report: MemoryReport) -> str:
-    run = report.run
-    where = f"meta, as {run.target} would run it" if run.device == "meta" else f"{run.device} ({run.device_name})"
     shards = report.sharding
-    return ", ".join(
-        [
-            f"{run.model} on {where}",
-            *([] if shards is None else [f"rank {shards.rank} of {shards.num_ranks}"]),
-            "train mode" if run.training else "eval mode",
-            *([f"autocast {run.autocast}"] if run.autocast else []),
-            "forward and backward" if run.backward else "forward",
-            f"torch {run.torch_version}",
-        ]
-    )
+    where = ", ".join(where_of(report, "" if shards is None else f"rank {shards.rank} of {shards.num_ranks}"))
+    title, *parts = (wrapped(part, width) for part in (f"{report.run.model} {where}", *below))
+    return "\n".join([title, "", table_text(columns, width), "", *parts])
 
 
 def _notes(report: MemoryReport) -> list[tuple[str, str]]:

@@ -286,9 +286,23 @@ def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
     log, optimizer = watch.log, prepared.optimizer
     steps = None if optimizer is None else optimizer.name
     saved = watch.saves.records(save_times)
+    autocast = next((str(torch.get_autocast_dtype(kind)) for kind in TARGETS if torch.is_autocast_enabled(kind)), "")
     return MemoryReport(
         tag=tag,
-        run=_run_info(step, tree, run_device, device, prepared.target),
+        run=RunInfo(
+            model=type(step.model).__name__,
+            num_modules=len(tree.nodes),
+            fingerprint=tree.fingerprint(),
+            device=str(run_device),
+            device_name="none" if device is None else device.name,
+            target=prepared.target if device is None else run_device.type,
+            training=step.model.training,
+            autocast=autocast.removeprefix("torch."),
+            backward=step.backward,
+            torch_version=torch.__version__,
+            python_version=platform.python_version(),
+            allocator_config=os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
+        ),
         modules=module_records(tree, watch, saved, forward_s, backward_s),
         saved=saved,
         buffer_bytes=storage_bytes(step.model.buffers()),
@@ -309,24 +323,6 @@ def _traced(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -
 
     _logger.info("forward and backward without data, op by op")
     return trace_step(step, tree, target, min_bytes)
-
-
-def _run_info(step: ProfiledStep, tree: ModuleTree, run_device: torch.device, device: Device | None, target: str) -> RunInfo:
-    autocast = next((str(torch.get_autocast_dtype(kind)) for kind in TARGETS if torch.is_autocast_enabled(kind)), "")
-    return RunInfo(
-        model=type(step.model).__name__,
-        num_modules=len(tree.nodes),
-        fingerprint=tree.fingerprint(),
-        device=str(run_device),
-        device_name="none" if device is None else device.name,
-        target=target if device is None else run_device.type,
-        training=step.model.training,
-        autocast=autocast.removeprefix("torch."),
-        backward=step.backward,
-        torch_version=torch.__version__,
-        python_version=platform.python_version(),
-        allocator_config=os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
-    )
 
 
 def _check_arguments(step: ProfiledStep, *, target: str, tag: str, warmup: int) -> None:

@@ -177,13 +177,13 @@ class Signatures:
 
 def shapes_of(nested: Any) -> Shapes:
     """Return the shapes of the tensors in a nested structure; -1 for sizes that vary within a tensor."""
-    return tuple(_shape_of(leaf) for leaf in torch_private.tree_leaves(nested) if isinstance(leaf, Tensor))
-
-
-def _shape_of(tensor: Tensor) -> tuple[int, ...]:
-    if tensor.is_nested and tensor.layout == torch.strided:
-        return (-1,) * tensor.dim()
-    return tuple(size if type(size) is int else -1 for size in tensor.shape)
+    return tuple(
+        (-1,) * leaf.dim()
+        if leaf.is_nested and leaf.layout == torch.strided
+        else tuple(size if type(size) is int else -1 for size in leaf.shape)
+        for leaf in torch_private.tree_leaves(nested)
+        if isinstance(leaf, Tensor)
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

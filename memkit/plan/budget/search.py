@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import add
 
 from memkit.plan.budget.problem import Problem
-from memkit.plan.budget.simulate import ReplayCosts, Simulated, dropped_of, simulate
+from memkit.plan.budget.simulate import ReplayCosts, Simulated, simulate
 from memkit.plan.plans import Action
 from memkit.plan.remat import CutPlaces, Outcome
 from memkit.plan.step import NO_OP
@@ -227,7 +227,11 @@ def keep_what_fits(search: Search, found: Simulated) -> Simulated:
         actions = list(found.actions)
         costs = ReplayCosts(problem, actions)
         levels, back = list(found.levels), list[int]()
-        gains = [(-costs.gain(values[index].value), index) for index in dropped_of(problem, actions) if search.can_keep[index]]
+        gains = [
+            (-costs.gain(held.value), index)
+            for index, (held, action) in enumerate(zip(values, actions, strict=True))
+            if action is _RECOMPUTE and not held.is_anchor and search.can_keep[index]
+        ]
         for gain, index in sorted(gains):
             if gain >= 0:
                 break

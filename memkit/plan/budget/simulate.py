@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -186,10 +186,6 @@ def replay_peak_bytes(lineage: Lineage, ops: Sequence[int], stays: Collection[in
     return peak_bytes
 
 
-def dropped_of(problem: Problem, actions: Iterable[Action]) -> list[int]:
-    return [index for index, action in enumerate(actions) if action is Action.RECOMPUTE and not problem.values[index].is_anchor]
-
-
 def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int, *, most_replayed_s: float = math.inf) -> Simulated:
     """Values leave in the order of saves, and come back in the order of need, as early as the budget allows."""
     while True:
@@ -297,9 +293,9 @@ class _Run:
     def _forward(self) -> None:
         problem, values, timeline, limit_bytes = self.problem, self.values, self.timeline, self.limit_bytes
         gpu, points, starts_s, levels = problem.gpu, problem.points, problem.starts_s, self.levels
-        copied_at: dict[int, list[int]] = {}
+        copied_at = defaultdict[int, list[int]](list)
         for index in self.need:
-            copied_at.setdefault(values[index].saved, []).append(index)
+            copied_at[values[index].saved].append(index)
         on_lane: deque[tuple[float, int]] = deque()
         copied: list[tuple[int, int]] = []
         """Copied values that others still hold: the slot from which they don't, and the bytes."""
@@ -444,13 +440,16 @@ class _Run:
         over = [level - limit_bytes for level in levels]
         worst = max(range(len(levels)), key=levels.__getitem__)
         peak = max(levels[worst], 0)
+        worst_slot, end = [*problem.points, problem.num_slots][worst : worst + 2]
+        if self.replay_peaks.get(worst, -1) < self.beside_fetches[worst]:
+            worst_slot = max(range(worst_slot, end), key=self.slots.__getitem__)
         return Simulated(
             actions=tuple(self.actions),
             seconds=problem.plain_s + self.timeline.late_s,
             peak_bytes=problem.base_bytes + peak,
             over_bytes=max(peak - limit_bytes, 0),
             excess_bytes=sum(excess for excess in over if excess > 0),
-            worst_slot=self._slot_of(worst),
+            worst_slot=worst_slot,
             replayed_s=replayed_s,
             stall_s=self.stall_s,
             moved_bytes=sum(self.values[move.index].num_bytes for move in self.moves),
@@ -460,26 +459,16 @@ class _Run:
             levels=self.beside_fetches,
         )
 
-    def _slot_of(self, point: int) -> int:
-        """Return the slot of a point and up to the next at which most is there."""
-        points, slots = self.problem.points, self.slots
-        begin = points[point]
-        if self.replay_peaks.get(point, -1) >= self.beside_fetches[point]:
-            return begin
-        end = points[point + 1] if point + 1 < len(points) else self.problem.num_slots
-        return max(range(begin, end), key=slots.__getitem__)
-
     def _backward(self) -> float:
         problem, values, timeline = self.problem, self.values, self.timeline
         gpu, points, starts_s, op_s = problem.gpu, problem.points, problem.starts_s, problem.op_s
-        fetched: dict[int, list[Move]] = {}
-        needed: dict[int, list[int]] = {}
+        fetched, needed = defaultdict[int, list[Move]](list), defaultdict[int, list[int]](list)
+        replays_s = defaultdict[int, float](float)
         for move in self.moves:
-            fetched.setdefault(move.fetch, []).append(move)
-            needed.setdefault(move.need, []).append(move.index)
-        replays_s: dict[int, float] = {}
+            fetched[move.fetch].append(move)
+            needed[move.need].append(move.index)
         for replay in self.replays:
-            replays_s[replay.point] = replays_s.get(replay.point, 0.0) + sum(op_s[op] for op in replay.ops)
+            replays_s[replay.point] += sum(op_s[op] for op in replay.ops)
         if self.leaving and self.back < len(points):  # values not freed by now are freed at the first request
             self.stall_s += timeline.wait(starts_s[points[self.back]], self._free_s)
         there_s: dict[int, float] = {}
