@@ -22,7 +22,6 @@ DTYPES = {
     "bool": "bool",
     **dict.fromkeys(("complex64", "c64"), "complex64"),
 }
-"""Common names of dtypes, and torch's names."""
 
 
 Input = tuple[str, tuple[int, ...], str | None]

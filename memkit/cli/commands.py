@@ -99,7 +99,6 @@ def bench_machine(options: argparse.Namespace) -> None:
 
 
 def _check_files(json: Path | None, **pictures: Path | None) -> None:
-    """Raise if a file can't be written, or a library that draws one is missing."""
     for path in (json, *pictures.values()):
         check_writable(path)
     for library, path in pictures.items():

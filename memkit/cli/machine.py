@@ -42,7 +42,6 @@ REHEARSAL = HostSizes(block_numel=2**14, num_blocks=2, copied_bytes=2**20, disk_
 
 
 def update_threads() -> list[int]:
-    """Return the numbers of threads for timed updates: 1, 4, 8 and 16, or as many as this process has cores."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return sorted({min(num_threads, num_cores) for num_threads in _UPDATE_THREADS})
 

@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument(
         "--optimizer", metavar="NAME", help="count the gradients, and the states of this optimizer, such as adamw"
     )
-    _add_html(profile, "run the backward as well, and draw the step and its modules on a page")
+    _add_file(profile, "--html", "run the backward as well, and draw the step and its modules on a page for any browser")
     _add_view(profile)
     profile.set_defaults(command="profile")
 
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("report", type=Path, metavar="FILE", help="the JSON file")
     show.add_argument("after", type=Path, nargs="?", metavar="AFTER", help="another, after a change: did it help?")
     _add_answers(show)
-    _add_html(show, "draw the report on a page")
+    _add_file(show, "--html", "draw the report on a page for any browser")
     _add_view(show)
     show.set_defaults(command="show")
 
@@ -138,14 +138,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_html(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--html", type=Path, metavar="FILE", help=f"{what}: one FILE for any browser")
+def _add_file(parser: argparse.ArgumentParser, option: str, what: str) -> None:
+    parser.add_argument(option, type=Path, metavar="FILE", help=what)
 
 
-_AS_PROFILE = "as for `memkit profile`"
-
-
-def _add_model(parser: argparse.ArgumentParser, *, spec: str = _AS_PROFILE, inputs: str = _AS_PROFILE) -> None:
+def _add_model(parser: argparse.ArgumentParser, spec: str, inputs: str) -> None:
     parser.add_argument("spec", metavar="SPEC", help=spec)
     form = "[NAME=]SHAPE[:DTYPE]"
     parser.add_argument("--input", dest="inputs", action="append", type=arguments.input_of, metavar=form, help=inputs)
@@ -188,7 +185,7 @@ def _add_plan(commands: Any) -> None:  # argparse's subparsers, whose class is p
         "best mix of keeping, offloading and recomputing what autograd saves, and with each of them alone.",
         epilog="example: memkit plan torchvision:resnet50 --input 256x3x224x224 --gpu H200 --budget 16GiB,12GiB,8GiB",
     )
-    _add_model(parser)
+    _add_model(parser, "as for `memkit profile`", "as for `memkit profile`")
     parser.add_argument(
         "--gpu",
         metavar="NAME|FILE",
@@ -230,9 +227,9 @@ def _add_plan(commands: Any) -> None:  # argparse's subparsers, whose class is p
         help="find the largest batch, the first size of all inputs, that fits the largest --budget, or the GPU's memory",
     )
     _add_dtypes(parser, of_autocast="as CUDA's autocast would")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and plans to FILE; - is standard output")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against peak into FILE (.png, .svg)")
-    _add_html(parser, "draw the step, and each plan before and after, on a page")
+    _add_file(parser, "--json", "write rows and plans to FILE; - is standard output")
+    _add_file(parser, "--plot", "draw time against peak into FILE (.png, .svg)")
+    _add_file(parser, "--html", "draw the step, and each plan before and after, on a page for any browser")
     parser.set_defaults(command="plan", needs_gpu=True)
 
 
@@ -244,7 +241,7 @@ def _add_bench_machine(benches: Any) -> None:
         "updates on the host's cores, reads and writes of a disk.",
         epilog="example: memkit bench machine --save my_gpu.json",
     )
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write what was measured to FILE")
+    _add_file(parser, "--save", "write what was measured to FILE")
     parser.add_argument(
         "--device", default="cuda", metavar="DEVICE", help='which; default: cuda. "cpu" rehearses on memkit\'s reference device'
     )
@@ -258,7 +255,7 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         "--fit", type=arguments.size, metavar="SIZE", help="does the step fit in this, such as 12GiB, and with which feature?"
     )
     parser.add_argument("--gpu", metavar="NAME|FILE", help="the GPU that --fit predicts for, or whose memory it is to fit in")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to FILE; - is standard output")
+    _add_file(parser, "--json", "write the whole report to FILE; - is standard output")
     parser.add_argument("--csv", nargs="?", action=_RefusedCsv, help=argparse.SUPPRESS)
 
 

@@ -140,7 +140,6 @@ def plan(options: argparse.Namespace) -> None:
 def _largest_batch(
     problem: Problem, problem_with: Callable[[int], Problem], budget_bytes: int, options: argparse.Namespace
 ) -> LargestBatch:
-    """Return the largest batch that fits, plain and planned. Each try is traced anew."""
     shapes = [shape for _, shape, _ in options.inputs]
     sizes = {shape[0] for shape in shapes if shape}
     if len(sizes) != 1 or 0 in sizes or not all(shapes):

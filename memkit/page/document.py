@@ -87,7 +87,6 @@ def categories_of(memory: Memory) -> dict[str, Sequence[int]]:
 
 
 def timeline_of(memory: Memory) -> dict[str, Any]:
-    """Return the timeline as JSON values. Texts are listed once and referred to by number."""
     texts: dict[str, int] = defaultdict(lambda: len(texts))
     levels, spans = categories_of(memory), spans_of(memory)
     edges = [place for _, begin, end in spans for place in (begin, end - 1)]
@@ -113,7 +112,6 @@ def timeline_of(memory: Memory) -> dict[str, Any]:
 
 
 def contents_of(report: Report, plans: Sequence[MemoryPlan] = ()) -> dict[str, Any]:
-    """Return the contents of the page. Raises ValueError if a plan is for another step, or the report has no trace."""
     memory, shapes = memory_of(report), _shapes(report.modules[0].input_shapes)
     return {
         "version": __version__,
@@ -131,7 +129,6 @@ def contents_of(report: Report, plans: Sequence[MemoryPlan] = ()) -> dict[str, A
 
 
 def where_of(report: Report, *more: str) -> list[str]:
-    """Return where and how a profile was taken, in a few words each."""
     run = report.run
     return [
         f"on meta, as {run.target} would run it" if run.device == "meta" else f"on {run.device} ({run.device_name})",
@@ -190,7 +187,6 @@ def _shapes(shapes: Sequence[Sequence[int]]) -> str:
 
 
 def plans_of(report: Report, plans: Sequence[MemoryPlan]) -> dict[str, Any] | None:
-    """Return the plans, largest budget first, each with the step under it; None without any."""
     if not plans:
         return None
     trace = report.trace
@@ -240,7 +236,6 @@ def _plan_of(trace: StepTrace, before: Sequence[int], plan: MemoryPlan) -> dict[
 
 
 def _modules_of(plan: MemoryPlan) -> list[list[Any]]:
-    """Return, for the modules with the most affected bytes, the bytes that stay, move and are recomputed."""
     found: dict[str, dict[Action, int]] = defaultdict(lambda: dict.fromkeys(Action, 0))
     for value in plan.values:
         if not value.is_anchor:

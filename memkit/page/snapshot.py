@@ -121,7 +121,6 @@ def _block(address: int, size: int, **known: Any) -> dict[str, Any]:
 def _events(
     memory: Memory, storages: Sequence[Storage], addresses: Sequence[int], segment: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the events in order; at each op, frees come first."""
     opened = {
         "action": "segment_alloc",
         "addr": _BEGIN,

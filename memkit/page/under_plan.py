@@ -34,16 +34,13 @@ class _Walk:
         """When values are back that are recomputed on the way to others."""
 
     def request_place(self, request: int) -> int:
-        """Return how many ops have run at a request."""
         return self.trace.use_places[request] if 0 <= request < len(self.trace.use_places) else self.num_places
 
     def save_place(self, save: int) -> int:
-        """Return how many ops have run at a save, or at the first request."""
         places = self.trace.save_places
         return places[save] if 0 <= save < len(places) else self.request_place(0)
 
     def saved(self) -> list[int]:
-        """Return for each place the difference from the plain step, without what replays take."""
         levels = Levels(self.num_places)
         for planned in self.plan.values:
             if planned.is_anchor:

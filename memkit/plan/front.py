@@ -59,8 +59,6 @@ class FrontRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestBatch:
-    """The most samples in a step that fit in a budget. One more does not, unless the search stopped before."""
-
     budget_bytes: int
     num_plain: int
     num_planned: int
@@ -140,7 +138,6 @@ def blocks_of(trace: StepTrace) -> list[ModuleOps]:
 
 
 def with_checkpoints(problem: Problem, blocks: Sequence[ModuleOps]) -> tuple[Action, ...]:
-    """Return the action for each value if some blocks are checkpointed and the rest is plain."""
     lineage, actions = problem.lineage, list(problem.plain)
     block_of = dict[int, int]()
     for number, block in enumerate(blocks):
@@ -207,7 +204,6 @@ def _saved_last(problem: Problem, actions: Sequence[Action], block: ModuleOps) -
 def fewest_that_fit(
     curve: Sequence[CheckpointedBlocks], budget_bytes: int, plain: CheckpointedBlocks
 ) -> CheckpointedBlocks | None:
-    """Return the step with the fewest checkpointed blocks (or `plain`) that fits a budget."""
     return next((found for found in (plain, *curve) if curve and found.peak_bytes <= budget_bytes), None)
 
 
@@ -230,7 +226,6 @@ def default_budgets(problem: Problem, least_bytes: int, num_budgets: int) -> lis
 def make_front(
     problem: Problem, limits: Sequence[int] | None, *, num_budgets: int, optimizer: str | None, needs_plan: bool = True
 ) -> tuple[Front, dict[int, MemoryPlan]]:
-    """Return the front of a step, and its plans by budget; raise BudgetInfeasible if `needs_plan` and none can be kept."""
     planner = JointPlanner(problem)
     least = planner.least()
     if limits is None and least.peak_bytes > problem.gpu.memory_bytes and not needs_plan:

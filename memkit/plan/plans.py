@@ -88,8 +88,6 @@ class PlannedValue:
 
 
 class _Explained:
-    """The bytes of a plan by action, and its table."""
-
     __slots__ = ()
 
     @property

@@ -16,7 +16,6 @@ from memkit.plan.timeline import HIDDEN, Lane, Levels, Timeline
 
 
 def check_ratio(ratio: object, *, where: str) -> float:
-    """Return a valid ratio; `where` names its origin in messages."""
     if isinstance(ratio, bool) or not isinstance(ratio, Real):
         raise TypeError(f"{where} must be a number from 0 to 1; found {ratio!r} ({type(ratio).__name__})")
     value = float(ratio)

@@ -236,7 +236,6 @@ class RegionPlanner:
         return RegionNeeds(choice.peak_bytes, tuple(regions))
 
     def dropped(self, choice: RegionChoice) -> frozenset[int]:
-        """Return the saved values that are gone after the forward."""
         held, position = set[int](), 0
         for index in choice.chosen:
             start, stop = self.calls[index].saves

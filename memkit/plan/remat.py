@@ -53,7 +53,6 @@ class CutPlaces:
             parts *= 1.4  # by 2 a step takes up to 28 % longer
 
     def skeleton(self, target_bytes: float) -> frozenset[int]:
-        """Return the values that cross the cuts."""
         cuts, found = self.cuts(target_bytes), set[int]()
         for value, maker in enumerate(self._step.lineage.maker):
             index = bisect_left(cuts, maker)

@@ -203,6 +203,5 @@ def takes_peak(schedule: Schedule) -> bool:
 
 
 def call_schedule(schedule: Schedule, iteration: int, last_peak_bytes: int | None) -> float:
-    """Return the ratio for an iteration; errors name the iteration."""
     ratio = schedule(iteration, last_peak_bytes) if takes_peak(schedule) else schedule(iteration)
     return check_ratio(ratio, where=f"the ratio that the schedule gives for iteration {iteration}")

@@ -188,7 +188,6 @@ def held_bytes(sizes_bytes: Sequence[int]) -> int:
 
 
 def ring_bytes(pieces: Sequence[StatePiece]) -> tuple[int, ...]:
-    """Return the sizes of the host buffers for pieces on their way from and to a disk."""
     sizes = [part.state_bytes for piece in pieces if piece.is_on_disk for part in piece.parts]
     return (max(sizes),) * min(NUM_BUFFERS, len(sizes)) if sizes else ()
 
@@ -382,7 +381,6 @@ def is_large(cost: ParameterCosts) -> bool:
 
 
 def _windows(index: int, cost: ParameterCosts, most: int, runs_ahead: bool) -> tuple[StatePiece, ...]:
-    """Return the windows of a parameter that is larger than a piece, if it can be stepped in parts."""
     num_windows = -(-cost.state_bytes // max(PIECE_BYTES, most))
     length = rounded(-(-cost.numel // max(1, num_windows)), WINDOW_NUMEL)
     if not cost.is_elementwise or not is_large(cost) or length >= cost.numel:

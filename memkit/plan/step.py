@@ -308,7 +308,6 @@ def trace_to_plain(trace: StepTrace) -> dict[str, Any]:
 
 
 def trace_from_plain(content: Mapping[str, Any]) -> StepTrace:
-    """Return the trace that `trace_to_plain` was called on."""
     texts = [_checked(text, str) for text in content["texts"]]
 
     def text(number: Any) -> str:

@@ -49,7 +49,6 @@ class Levels:
         self._changes = [0] * (num_places + 1)
 
     def add(self, start: int, end: int, num_bytes: int) -> None:
-        """Add bytes from `start` up to, but not including, `end`."""
         if start < end:
             self._changes[start] += num_bytes
             self._changes[end] -= num_bytes

@@ -144,7 +144,6 @@ def _misfit(module: nn.Module, args: tuple[Any, ...]) -> str:
 
 
 def _needed(module: nn.Module) -> tuple[int | str, ...]:
-    """Return the sizes that a module needs; "..." stands for any number of them."""
     if isinstance(module, nn.Linear):
         return "...", module.in_features
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):

@@ -160,7 +160,6 @@ def _budget(written: str) -> str:
 
 
 def check_fit(budget: int | float | str | None, gpu: GpuSpec | None) -> int | float | None:
-    """Return a budget as bytes or as a share; the GPU must have as much."""
     checked = None if budget is None else budget_or_share(budget)
     if gpu is not None and isinstance(checked, int) and checked > gpu.memory_bytes:
         raise ValueError(
@@ -177,7 +176,6 @@ def fit_step(
     *,
     optimizer: OptimizerMemory | None,
 ) -> Fit:
-    """Return whether a step fits in a budget; None stands for the GPU's memory. See `MemoryReport.fit_in`."""
     spec = find_gpu(DEFAULT_GPU if gpu is None else gpu)
     checked = check_fit(budget, None if gpu is None else spec)
     problem = make_problem(trace, spec, optimizer_bytes=0 if optimizer is None else optimizer.state_bytes)

@@ -30,7 +30,6 @@ _AS_A_WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
 def check_optimizer(optimizer: OptimizerLike | None) -> OptimizerLike | None:
-    """Return an optimizer, a class or a class's name as given."""
     if isinstance(optimizer, str):
         known = optimizer_names()
         if optimizer.lower() not in known:

@@ -26,8 +26,6 @@ _KINDS = ("cuda", "cpu")
 
 
 class Partition(NamedTuple):
-    """One way to partition a block's forward and backward."""
-
     budget: float
     saved_bytes: int
     given_bytes: int  # bytes of its inputs, which are all that is saved if the whole block is recomputed

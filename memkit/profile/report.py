@@ -488,7 +488,6 @@ def _frozen(value: Any) -> Any:
 
 
 def timed_saves(report: MemoryReport, min_bytes: int) -> list[TimedSave]:
-    """Return the storages of a report that `CPUOffload` would count, with their times."""
     saves = []
     for record in report.saved:
         if record.storage_bytes < min_bytes or record.category is SavedCategory.PARAM_CAST:

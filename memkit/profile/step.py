@@ -55,7 +55,6 @@ def preserved(modules: Iterable[nn.Module], torch_device: torch.device, *, conte
 
 @contextmanager
 def grads_set_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Run a block in which `tensors` start without gradients; restore their gradients afterwards."""
     kept = [(tensor, tensor.grad) for tensor in {id(tensor): tensor for tensor in tensors if tensor.is_leaf}.values()]
     try:
         for tensor, _ in kept:
@@ -122,8 +121,6 @@ def say_where(error: Exception, where: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledStep:
-    """Runs the model on its inputs, then the loss, then the backward."""
-
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -143,7 +140,6 @@ class ProfiledStep:
         return [tensor for module in self.modules() for tensor in (*module.parameters(), *module.buffers())]
 
     def device_tensors(self) -> list[Tensor]:
-        """Return parameters and buffers without streamed ones."""
         streamed = {id(parameter) for parameter in self.streamed.parameters}
         return [tensor for tensor in self.resident_tensors() if id(tensor) not in streamed]
 
@@ -159,7 +155,6 @@ class ProfiledStep:
             yield tensor, MemoryCategory.INPUT, ROOT_NAME, f"input {number}"
 
     def names_of_storages(self) -> dict[int, str]:
-        """Return names for the storages that a profile can't restore: those of parameters and inputs."""
         names = dict.fromkeys(unique_storages(self.input_tensors()), "an input")
         for module in self.modules():
             for name, param in module.named_parameters():
@@ -167,7 +162,6 @@ class ProfiledStep:
         return names
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """Return the storages on the device before anything runs: of parameters, buffers, inputs and slots."""
         return [*unique_storages([*self.device_tensors(), *self.input_tensors()]).values(), *self.streamed.slots]
 
     def check_surroundings(self) -> None:

@@ -176,7 +176,6 @@ SORT_KEYS = {
     "backward": "backward_s",
     "name": "fqn",
 }
-"""Sort keys, and fields of rows. Those of the same name are columns."""
 
 
 def check_view(*, depth: int | None, sort_by: str | None, top: int | None) -> None:

@@ -66,7 +66,6 @@ def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs
 
 
 def kind_of(name: str) -> OpKind:
-    """Return an op's kind by its short name."""
     return next((kind for kind, pattern in _KINDS if pattern.search(name)), OpKind.POINTWISE)
 
 

@@ -154,8 +154,6 @@ def _nodes_of(model: nn.Module, streamed: StreamedWeights) -> list[ModuleNode]:
 
 
 class Signatures:
-    """Shapes and dtype of each module's first call, and the number of different signatures."""
-
     def __init__(self) -> None:
         self._kinds: dict[int, dict[tuple[Shapes, Shapes], str]] = {}
 

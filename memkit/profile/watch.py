@@ -170,7 +170,6 @@ class StorageLog(MemoryCounter):
                     entry.category, entry.module, entry.what = MemoryCategory.GRAD, module, f"{what}.grad"
 
     def gathered_bytes(self) -> int:
-        """Return the peak of gathered parameters, with their communication buffers."""
         levels = Levels(len(self._moments) + 1)
         for entry in self._entries:
             if entry.is_gathered:
@@ -283,7 +282,6 @@ class ParamCasts:
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
-    """Yield the tensors in an op's outputs or arguments: one, or nested lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -441,7 +439,6 @@ class Watch(Mode):
         return [mark.value for mark, rows in self.marked.items() if index in rows]
 
     def note_backend_dependent(self) -> None:
-        """Note an operation whose saves only the backend knows."""
         self.marked[Mark.BACKEND_DEPENDENT].add(self.stack.current)
 
     def run(self, *, at_node: Callable[[], None] | None = None, explain: Callable[[Exception, str], None] = say_where) -> None:
@@ -492,11 +489,9 @@ class SaveTimes:
         self._backward_start = self._device.record_event()
 
     def saved_at_s(self, numbers: Sequence[int]) -> float:
-        """Return the seconds from the start of the forward to the first of some saves. The device must be synchronized."""
         return self._forward_start.elapsed_s(self._saved[numbers[0]])
 
     def needed_at_s(self, numbers: Sequence[int]) -> float | None:
-        """Return the seconds from the start of the backward to the first use of some saves, None without a use."""
         used = [self._needed[number] for number in numbers if number in self._needed]
         if self._backward_start is None or not used:
             return None

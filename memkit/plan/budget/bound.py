@@ -102,7 +102,6 @@ class _Program:
         return len(self.upper) - 1
 
     def _gap(self, held: HeldValue, needs: dict[int, int]) -> tuple[int, int]:
-        """Return from where to where a value need not be on the device."""
         if held.is_anchor:
             return held.released, max(needs[held.value], held.released)
         begin = max(held.released, held.saved)

@@ -127,7 +127,6 @@ class JointPlanner:
         return replace(plan, bound_s=None if bound is None else bound.seconds, notes=(*plan.notes, *missing))
 
     def told(self, found: Simulated, budget_bytes: int, least_bytes: int) -> MemoryPlan:
-        """Return a simulated step as a plan; `least_bytes` is the least budget that one was found for."""
         problem, gpu = self.problem, self.problem.gpu
         moves = {move.index: move for move in found.moves}
         replays_s = {replay.index: sum(problem.op_s[op] for op in replay.ops) for replay in found.replays}

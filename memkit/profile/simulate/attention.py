@@ -35,7 +35,6 @@ def scaled_dot_product_attention(
     *,
     target: str,
 ) -> Tensor:
-    """Do what `torch.nn.functional.scaled_dot_product_attention` does with tensors on `target`, on the meta device."""
     call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if call.is_valid():
         batched = call.batched() if query.dim() == key.dim() == value.dim() == 3 and fused_take_three_dims() else call

@@ -38,7 +38,6 @@ class MetaTwins:
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}  # the original is kept, so that its id stays its own
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the twin of a tensor: itself if it has no data anyway."""
         if tensor.is_meta:
             return tensor
         if id(tensor) not in self._twins:
@@ -46,7 +45,6 @@ class MetaTwins:
         return self._twins[id(tensor)][1]
 
     def of_tree(self, tree: Any) -> Any:
-        """Return a nested structure with twins for its tensors: the same object if it holds no tensor with data."""
         leaves, spec = torch_private.tree_flatten(tree)
         twins = [self.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if all(twin is leaf for twin, leaf in zip(twins, leaves, strict=True)):
@@ -196,7 +194,6 @@ def run_without_data(step: ProfiledStep, target: str, context: AbstractContextMa
 
 @contextmanager
 def as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callable[[], None]) -> Iterator[TargetMode]:
-    """A context in which ops on meta save and allocate as on a target."""
     # Compiled code has no operations to watch, and nothing to run on without data: it runs as it was written.
     eager = torch.compiler.set_stance("force_eager") if tree.has_compiled else nullcontext()
     with (
@@ -241,7 +238,6 @@ _NO_AUTOCAST = ("Disabling autocast", "unsupported autocast device_type 'meta'",
 
 
 def say_why_not(error: Exception, where: str) -> None:
-    """Explain an exception that a model has raised on meta by a ProfileError or a DataDependentError."""
     text = str(error)
     if isinstance(error, MixedDtypesError):
         raise ProfileError(f"{where} cannot run: {text}. {error.advice}") from error

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 
 class Rule(Enum):
-    """How autocast changes the arguments of an operation."""
-
     LOWER = "floating-point tensors to the autocast dtype"
     FLOAT32 = "floating-point tensors to float32"
     FLOAT32_RESULT = "a float32 result is asked for, unless the caller named a dtype"
@@ -170,7 +168,6 @@ class MixedDtypesError(RuntimeError):
 
 
 def check_dtypes(op: OpOverload, args: Sequence[Any], target: str) -> None:
-    """Raise MixedDtypesError if an op on `target` does not take arguments of these dtypes together."""
     positions = _ALIKE.get(op)
     if positions is not None:
         if op is _aten.convolution.default and target == "cpu" and not uses_onednn(*args):
