@@ -22,7 +22,6 @@ from memkit.transfer import Arena, Disk, measure_link
 from memkit.transfer.link import measure_beside_copies, measure_both_ways
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_COPIED_BYTES = {"cuda": 256 * 2**20}
 _UPDATE_THREADS = (1, 4, 8, 16)
 _DISK_THREADS = (1, 4, 8)
 _BOTH_S = 1.0  # copies and updates run at once for about this many seconds
@@ -168,7 +167,8 @@ def _host_text(spec: GpuSpec, width: int) -> str:
 
 def measure_machine(device: Device, *, disk: Disk | None = None) -> GpuSpec:
     """Measure a device, its link and its host; return them as a spec, with an H200's factors of single kinds of ops."""
-    num_bytes = _COPIED_BYTES.get(device.torch_device.type, 2**20)
+    counter, num_bytes = device.memory_counter(), 256 * 2**20 if device.torch_device.type == "cuda" else 2**20
+    memory_bytes = None if counter is None else counter.capacity_bytes()
     with torch.no_grad(), _within(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"):
         bytes_per_s = measure_ceilings(device).bytes_per_s
         measured = {str(dtype).removeprefix("torch."): measure_flops(device, dtype) for dtype in _DTYPES}
@@ -182,7 +182,7 @@ def measure_machine(device: Device, *, disk: Disk | None = None) -> GpuSpec:
     read, written = ({}, {}) if disk is None else measure_disk(disk, device, sizes)
     return GpuSpec(
         name=device.name,
-        memory_bytes=_memory_bytes(device),
+        memory_bytes=memory_bytes if memory_bytes is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         bytes_per_s=bytes_per_s,
         flops_per_s={dtype: flops_per_s for dtype, flops_per_s in measured.items() if flops_per_s is not None},
         d2h_bytes_per_s=link.d2h_bytes_per_s,
@@ -199,12 +199,6 @@ def measure_machine(device: Device, *, disk: Disk | None = None) -> GpuSpec:
         disk_write_bytes_per_s=written,
         source=f"memkit {__version__} bench machine, torch {torch.__version__}; factors as of an H200",
     )
-
-
-def _memory_bytes(device: Device) -> int:
-    counter = device.memory_counter()
-    found = None if counter is None else counter.capacity_bytes()
-    return found if found is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def spec_text(spec: GpuSpec, width: int = 80) -> str:

@@ -51,15 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             traceback.print_exception(error)
-        return _fail(_one_line(error), status=_status(error))
+        notes = [str(note) for note in getattr(error, "__notes__", ())]
+        is_told = isinstance(error, (MemkitError, OSError, ImportError))  # else memkit, or a model, has failed
+        is_of_model = isinstance(error, ProfileError) or any(note.startswith(_OF_MODEL) for note in notes)
+        text = str(error) if is_told else f"{type(error).__name__}: {error}"
+        message = " ".join(" | ".join([text.strip(), *notes]).split())
+        return _fail(message, status=2 if is_told and not is_of_model else 1)
     return 0
-
-
-def _status(error: Exception) -> int:
-    """Return 1 if a model could not be built or run, or for unknown reasons; 2 for errors in the command's arguments."""
-    notes = [str(note) for note in getattr(error, "__notes__", ())]
-    in_model = isinstance(error, ProfileError) or any(note.startswith(_OF_MODEL) for note in notes)
-    return 2 if isinstance(error, (MemkitError, OSError, ImportError)) and not in_model else 1
 
 
 _OF_MODEL = ("memkit: raised ", "memkit: out of memory ")  # prefixes of the notes on exceptions that a model has raised
@@ -68,12 +66,6 @@ _OF_MODEL = ("memkit: raised ", "memkit: out of memory ")  # prefixes of the not
 def _fail(message: str, *, status: int = 2) -> int:
     print(f"memkit: error: {message}", file=sys.stderr)
     return status
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error) if isinstance(error, (MemkitError, OSError, ImportError)) else f"{type(error).__name__}: {error}"
-    notes: list[str] = getattr(error, "__notes__", [])
-    return " ".join(" | ".join([text.strip(), *notes]).split())
 
 
 class _Parser(argparse.ArgumentParser):

@@ -234,18 +234,15 @@ def _near(name: str, known: Iterable[str], place: str, prefix: str = "") -> str:
     return f". Did you mean {' or '.join(f'{place}:{prefix}{other}' for other in near)}?" if near else ""
 
 
-def _other_form(name: str) -> str:
-    if name in ("huggingface", "transformers", "hub"):
-        return ". For a model of transformers write hf:CONFIG.json"
-    if "/" in name or name.endswith((".py", ".json")):
-        return f". Write {nearest_spec(name)}"
-    return ". It is looked for in the current folder and among what is installed"
-
-
 def _import(name: str, *, hint: str = "") -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise
-        raise UsageError(f"there is no module {error.name!r}{hint or _other_form(name)}") from error
+        if not hint and name in ("huggingface", "transformers", "hub"):
+            hint = ". For a model of transformers write hf:CONFIG.json"
+        elif not hint and ("/" in name or name.endswith((".py", ".json"))):
+            hint = f". Write {nearest_spec(name)}"
+        hint = hint or ". It is looked for in the current folder and among what is installed"
+        raise UsageError(f"there is no module {error.name!r}{hint}") from error

@@ -102,9 +102,8 @@ class _Walk:
         for place, replays in at_place.items():
             level = trace.live_bytes[place] + saved[place]
             under = (beside[place - 1] if place else 0) + level - beside[place]
-            added[place] = max(0, max(map(self._more_bytes, replays)) + under - level)
+            for replay in replays:
+                left = {replay.value, *replay.stays}
+                more = replay_peak_bytes(self.lineage, replay.ops, left) - sum(self.lineage.num_bytes[value] for value in left)
+                added[place] = max(added[place], more + under - level)
         return added
-
-    def _more_bytes(self, replay: PlannedReplay) -> int:
-        sizes, left = self.lineage.num_bytes, {replay.value, *replay.stays}
-        return replay_peak_bytes(self.lineage, replay.ops, left) - sum(sizes[value] for value in left)

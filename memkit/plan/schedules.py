@@ -67,7 +67,14 @@ class _FitMemory:
         if self._too_low is not None:
             return self._between(self._too_low, self.ratio)
         self._is_settled = self.ratio == 0
-        return self.ratio - min(max(0.02, min(0.1, self._step_to_target())), self.ratio)
+        slopes = [
+            (later[1] - earlier[1]) / (earlier[0] - later[0])
+            for earlier, later in zip(self._fitting, self._fitting[1:], strict=False)
+            if earlier[0] > later[0]
+        ]
+        steepest = max(slopes, default=0.0)
+        to_target = (self.target_bytes - peak_bytes) / steepest if steepest > 0 else 0.1
+        return self.ratio - min(max(0.02, min(0.1, to_target)), self.ratio)
 
     def _after_too_much(self, peak_bytes: int) -> float:
         if self.ratio >= 1.0:
@@ -89,15 +96,6 @@ class _FitMemory:
             self._is_settled = True
             return fitting
         return (too_low + fitting) / 2
-
-    def _step_to_target(self) -> float:
-        slopes = [
-            (later[1] - earlier[1]) / (earlier[0] - later[0])
-            for earlier, later in zip(self._fitting, self._fitting[1:], strict=False)
-            if earlier[0] > later[0]
-        ]
-        steepest = max(slopes, default=0.0)
-        return (self.target_bytes - self._fitting[-1][1]) / steepest if steepest > 0 else 0.1
 
 
 def constant(ratio: float) -> Schedule:

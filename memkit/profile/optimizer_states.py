@@ -65,7 +65,13 @@ def optimizer_memory(
     if isinstance(optimizer, torch.optim.Optimizer):
         made = unwrapped(optimizer)
         own = stepped = [parameter for group in made.param_groups for parameter in group["params"]]
-        _check_parameters(step, own)
+        known = {id(parameter) for module in step.modules() for parameter in module.parameters()}
+        strangers = [parameter for parameter in own if id(parameter) not in known]
+        if strangers:
+            raise ValueError(
+                f"optimizer must be made on the model's parameters; found {len(strangers)} of {len(own)} that are not the "
+                f'model\'s, the first of shape {tuple(strangers[0].shape)}. Make it anew, or pass a name such as "adamw"'
+            )
         there = [leaf for leaf in torch_private.tree_leaves([*made.state.values()]) if isinstance(leaf, Tensor)]
     else:
         parameters = dict.fromkeys(parameter for module in step.modules() for parameter in module.parameters())
@@ -147,13 +153,3 @@ def _kept(optimizer: torch.optim.Optimizer) -> dict[int, list[KeptState]]:
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Pass a torch.optim optimizer with "
             "states of the same size, or leave optimizer out"
         ) from error
-
-
-def _check_parameters(step: ProfiledStep, given: list[Tensor]) -> None:
-    own = {id(parameter) for module in step.modules() for parameter in module.parameters()}
-    strangers = [parameter for parameter in given if id(parameter) not in own]
-    if strangers:
-        raise ValueError(
-            f"optimizer must be made on the model's parameters; found {len(strangers)} of {len(given)} that are not the "
-            f'model\'s, the first of shape {tuple(strangers[0].shape)}. Make it anew, or pass a name such as "adamw"'
-        )

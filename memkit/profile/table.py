@@ -86,15 +86,12 @@ def peak_text(report: MemoryReport, *, depth: int | None, top: int | None, full:
 
 
 def folded(memory: StepMemory, *, depth: int | None, full: bool) -> list[AliveItem]:
-    items = [replace(item, module=_above(item.module, depth)) for item in memory.grouped_at(memory.peak)]
+    items = list(memory.grouped_at(memory.peak))
+    for place, item in enumerate(items):
+        if depth is not None and item.module not in (ROOT_NAME, OUTSIDE_NAME):
+            items[place] = replace(item, module=".".join(item.module.split(".")[:depth]) or ROOT_NAME)
     found = grouped(items, lambda item: item.module if full else re.sub(r"\b\d+\b", "*", item.module))
     return [replace(item, module=_one_name(modules)) for item, modules in found]
-
-
-def _above(module: str, depth: int | None) -> str:
-    if depth is None or module in (ROOT_NAME, OUTSIDE_NAME):
-        return module
-    return ".".join(module.split(".")[:depth]) or ROOT_NAME
 
 
 def _one_name(distinct: Sequence[str]) -> str:

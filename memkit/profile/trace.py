@@ -91,15 +91,12 @@ def _bytes_by_storage(tensors: Iterable[Tensor]) -> dict[int, int]:
     for tensor in tensors:
         for storage in storages_of(tensor):
             key, whole = storage_key(storage), storage.nbytes()
-            num_bytes = min(whole, _distinct_bytes(tensor)) if tensor.layout is torch.strided else whole
+            distinct = tensor.numel()
+            if distinct and not (torch_private.is_wrapper(tensor) or tensor.is_nested or tensor.layout is not torch.strided):
+                distinct = math.prod(size for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if stride)
+            num_bytes = min(whole, distinct * tensor.itemsize) if tensor.layout is torch.strided else whole
             found[key] = max(found.get(key, 0), num_bytes)
     return found
-
-
-def _distinct_bytes(tensor: Tensor) -> int:
-    if torch_private.is_wrapper(tensor) or tensor.is_nested or tensor.numel() == 0:
-        return tensor.numel() * tensor.itemsize
-    return tensor.itemsize * math.prod(size for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if stride)
 
 
 class _Tracer(StorageLog):

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from memkit.core.extras import how_to_install
-from memkit.plan.budget.problem import HeldValue, Problem
+from memkit.plan.budget.problem import Problem
 from memkit.plan.plans import Action
 from memkit.plan.step import NO_OP
 
@@ -79,7 +79,10 @@ class _Program:
         self.equal: list[tuple[Row, float]] = []
         needs = first_needs(problem)
         self.turn = [*problem.points, problem.num_slots][problem.num_forward_points]
-        self.gaps = [self._gap(held, needs) for held in problem.values]
+        self.gaps: list[tuple[int, int]] = []  # from where to where a value need not be on the device
+        for held in problem.values:
+            begin = held.released if held.is_anchor else max(held.released, held.saved)
+            self.gaps.append((begin, max(needs[held.value] if held.is_anchor else min(held.use, held.freed), begin)))
         self.leaves = [
             self._column(1.0 if allowed >= {Action.OFFLOAD} and Action.OFFLOAD in held.choices else 0.0)
             for held in problem.values
@@ -100,12 +103,6 @@ class _Program:
         self.upper.append(upper)
         self.costs.append(cost)
         return len(self.upper) - 1
-
-    def _gap(self, held: HeldValue, needs: dict[int, int]) -> tuple[int, int]:
-        if held.is_anchor:
-            return held.released, max(needs[held.value], held.released)
-        begin = max(held.released, held.saved)
-        return begin, max(min(held.use, held.freed), begin)
 
     def _replays(self) -> None:
         problem, lineage = self.problem, self.problem.lineage

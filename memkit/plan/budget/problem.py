@@ -12,8 +12,6 @@ from memkit.plan.plans import NEVER, Action
 from memkit.plan.step import NO_OP, Lifetime, Lineage, StepTrace
 from memkit.plan.timeline import Levels
 
-_ANY = frozenset(Action)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldValue:
@@ -86,16 +84,14 @@ class Problem:
         if place < trace.num_forward_ops:
             made = bisect_left(trace.op_places, place)
             calls = [call for call in trace.modules if call.begin <= made < call.end]
-            return (calls[-1].module if calls else self._named_before(made)), op
+            if calls or trace.modules:
+                return (calls[-1].module if calls else ""), op
+            # where calls of modules were not noted: that of the last saved value that was made by then
+            values = (value for outs in reversed(self.lineage.outs[: made + 1]) for value in outs if value in trace.names)
+            return next((trace.names[value][1] for value in values), ""), op
         asked = reversed(trace.step.uses[: bisect_right(trace.use_places, place)])
         modules = (trace.names.get(value, ("", ""))[1] for value in asked)
         return next(filter(None, modules), ""), op
-
-    def _named_before(self, op: int) -> str:
-        """Return the module of the last saved value that was made by then, where calls of modules were not noted."""
-        names, outs = self.trace.names, self.lineage.outs
-        found = (names[value][1] for made in range(min(op, len(outs) - 1), -1, -1) for value in outs[made] if value in names)
-        return "" if self.trace.modules else next(found, "")
 
 
 def make_problem(
@@ -129,37 +125,36 @@ def make_problem(
     use_slots = [slot(place) for place in trace.use_places]
     turn = slot(trace.num_forward_ops)
     points = sorted({0, *(at for at in save_slots if at < turn), *(at for at in use_slots if turn <= at < num_slots)})
-    values: list[HeldValue] = []
-    for value, life in saved.items():
-        use, released, saved_at = slot(first_use.get(value, num_ops)), slot(life.released_at), slot(first_save[value])
-        values.append(
-            HeldValue(
-                value=value,
-                num_bytes=lineage.num_bytes[value],
-                made=slot(life.made_at),
-                saved=saved_at,
-                released=min(released, num_slots),
-                use=use,
-                freed=slot(life.freed_at),
-                choices=_choices(trace, value, is_movable=released < use and turn <= use < num_slots and saved_at < turn),
-            )
+
+    def held_value(value: int, life: Lifetime) -> HeldValue:
+        made, released, is_anchor = slot(life.made_at), slot(life.released_at), value in anchors
+        if is_anchor:
+            after, released, use = bisect_left(points, made + 1), min(released, turn), num_slots
+            saved_at = points[after] if after < len(points) and points[after] < turn else NEVER
+            choices = {*Action} if saved_at != NEVER else {Action.RECOMPUTE, Action.KEEP}
+        else:
+            use, saved_at = slot(first_use.get(value, num_ops)), slot(first_save[value])
+            is_movable = released < use and turn <= use < num_slots and saved_at < turn
+            can_be_made = lineage.maker[value] != NO_OP
+            if not is_movable or (value in step.fixed and can_be_made):
+                choices = {Action.KEEP}
+            elif not can_be_made:
+                choices = {Action.KEEP, Action.OFFLOAD}
+            else:
+                choices = {Action.RECOMPUTE} if value in step.dropped else {*Action}
+        return HeldValue(
+            value=value,
+            num_bytes=lineage.num_bytes[value],
+            made=made,
+            saved=saved_at,
+            released=released,
+            use=use,
+            freed=released if is_anchor else slot(life.freed_at),
+            choices=frozenset(choices),
+            is_anchor=is_anchor,
         )
-    for value, life in anchors.items():
-        after, released = bisect_left(points, slot(life.made_at) + 1), min(slot(life.released_at), turn)
-        copied = points[after] if after < len(points) and points[after] < turn else NEVER
-        values.append(
-            HeldValue(
-                value=value,
-                num_bytes=lineage.num_bytes[value],
-                made=slot(life.made_at),
-                saved=copied,
-                released=released,
-                use=num_slots,
-                freed=released,
-                choices=_ANY if copied != NEVER else frozenset({Action.RECOMPUTE, Action.KEEP}),
-                is_anchor=True,
-            )
-        )
+
+    values = [held_value(value, life) for value, life in (*saved.items(), *anchors.items())]
     index = {held.value: place for place, held in enumerate(values)}
     levels = Levels(num_slots)
     for held in values:
@@ -191,16 +186,6 @@ def make_problem(
         save_at={at: ordinal for ordinal, at in enumerate(save_slots)},
         request_at={at: len(use_slots) - 1 - ordinal for ordinal, at in enumerate(reversed(use_slots))},
     )
-
-
-def _choices(trace: StepTrace, value: int, *, is_movable: bool) -> frozenset[Action]:
-    step = trace.step
-    can_be_made = step.lineage.maker[value] != NO_OP
-    if not is_movable or (value in step.fixed and can_be_made):
-        return frozenset({Action.KEEP})
-    if not can_be_made:
-        return frozenset({Action.KEEP, Action.OFFLOAD})
-    return frozenset({Action.RECOMPUTE}) if value in step.dropped else _ANY
 
 
 def _anchors(trace: StepTrace, saved: Mapping[int, Lifetime]) -> dict[int, Lifetime]:

@@ -109,8 +109,11 @@ class MetaAutocast:
         for device_type in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device_type):
                 return torch.get_autocast_dtype(device_type)
-        if self._casts and not _inside_autocast():
-            self.forget()
+        if self._casts:  # the nesting can only be read by changing it
+            is_inside = torch.autocast_increment_nesting() > 1
+            torch.autocast_decrement_nesting()
+            if not is_inside:
+                self.forget()
         return None
 
     def apply(
@@ -138,13 +141,6 @@ class MetaAutocast:
         if key not in self._casts:
             self._casts[key] = (value, value.to(dtype))
         return self._casts[key][1]
-
-
-def _inside_autocast() -> bool:
-    # The nesting can only be read by changing it.
-    depth: int = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return depth > 0
 
 
 def _is_eligible(value: Any) -> bool:
@@ -466,7 +462,7 @@ class TargetMode(TorchFunctionMode):
 
     def _inside(self, function: types.FunctionType, asks: set[str]) -> Operation:
         """See [Note: inside torch's Python functions]."""
-        names = {**function.__globals__, **dict.fromkeys(asks, _no_torch_function)}
+        names = {**function.__globals__, **dict.fromkeys(asks, lambda *_: False)}
         copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
         copy.__kwdefaults__ = function.__kwdefaults__
 
@@ -475,10 +471,6 @@ class TargetMode(TorchFunctionMode):
                 return copy(*args, **kwargs)
 
         return inside
-
-
-def _no_torch_function(*_: Any) -> bool:
-    return False
 
 
 def _cuda_dropout(input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002 - torch's own name
