@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from memkit.plan import DTRScore, RematPlanner, remat
-from memkit.plan.budget.planning import least_budget, plan_budget_jointly
 from memkit.plan.budget.problem import make_problem
 from tests import planned
-from tests.plan.budget.steps import gpu, random_trace
+from tests.plan.budget.steps import gpu, least_budget, plan_budget_jointly, random_trace
 from tests.plan.reference import random_step
 from tests.plan.test_regions import ON_HOST, random_tree
 

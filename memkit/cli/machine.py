@@ -23,7 +23,6 @@ from memkit.transfer.link import measure_beside_copies, measure_both_ways
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _UPDATE_THREADS = (1, 4, 8, 16)
-_DISK_THREADS = (1, 4, 8)
 _BOTH_S = 1.0  # copies and updates run at once for about this many seconds
 
 
@@ -116,7 +115,7 @@ class HostUpdates:
 
 def measure_disk(disk: Disk, device: Device, sizes: HostSizes) -> tuple[dict[str, float], dict[str, float]]:
     """Return the bytes per second that 1, 4 and 8 threads read and write, bypassing the system's cache where possible."""
-    speeds = {str(num_threads): _disk_speeds(disk, device, sizes, num_threads) for num_threads in _DISK_THREADS}
+    speeds = {str(num_threads): _disk_speeds(disk, device, sizes, num_threads) for num_threads in (1, 4, 8)}
     return {number: read for number, (read, _) in speeds.items()}, {number: written for number, (_, written) in speeds.items()}
 
 

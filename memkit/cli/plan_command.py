@@ -18,7 +18,7 @@ from memkit.core.terminal import STDOUT, terminal_width, write_text
 from memkit.distributed.sharding import check_layers, check_model
 from memkit.plan import ShardedParameter, ShardPlan, StepTrace, find_gpu, plan_shards
 from memkit.plan.asked import budget_bytes_of, problem_of
-from memkit.plan.budget.planning import least_budget
+from memkit.plan.budget.planning import JointPlanner
 from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.front import LargestBatch, draw, largest, make_front, to_text
 from memkit.profile import MemoryReport
@@ -159,7 +159,7 @@ def _largest_batch(
     half = _MOST_TRACES // 2
     num_plain, is_plain_found = largest(lambda batch: of(batch).plain_peak_bytes, budget_bytes, begin=begin, most=half)
     num_planned, is_planned_found = largest(
-        lambda batch: least_budget(of(batch)), budget_bytes, begin=max(num_plain, 1), most=half
+        lambda batch: JointPlanner(of(batch)).least().peak_bytes, budget_bytes, begin=max(num_plain, 1), most=half
     )
     return LargestBatch(
         budget_bytes=budget_bytes,

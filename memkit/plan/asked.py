@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Protocol
 
 from memkit.core.sizes import check_budget, format_bytes
-from memkit.plan.budget.planning import plan_budget_jointly
+from memkit.plan.budget.planning import JointPlanner
 from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.gpu import GpuSpec, find_gpu
 from memkit.plan.plans import MemoryPlan
@@ -65,7 +65,7 @@ def plan_memory(
         True
     """
     problem = problem_of(source, find_gpu(gpu), optimizer)
-    return plan_budget_jointly(problem, budget_bytes_of(budget, problem), with_bound=True)
+    return JointPlanner(problem).plan(budget_bytes_of(budget, problem), with_bound=True, is_steady=True)
 
 
 def trace_of(source: TracedReport | StepTrace) -> StepTrace:

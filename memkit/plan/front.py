@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memkit._version import __version__
 from memkit.core.extras import library
@@ -22,10 +22,6 @@ from memkit.plan.plans import Action, MemoryPlan
 from memkit.plan.residency import spread
 from memkit.plan.shards import ShardPlan
 from memkit.plan.step import NO_OP, ModuleOps, StepTrace, short_name
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 SCHEMA = "memkit.Front"
 SCHEMA_VERSION = 1
@@ -367,13 +363,18 @@ def draw(front: Front, path: Path) -> None:
     """Draw step / plain against the peak, one line per mechanism; the file's suffix sets the format."""
     figure = library("matplotlib.figure", "a picture").Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    _draw_line(axes, "o-", "best mix", [(row.peak_bytes, row.step_s) for row in front.rows], front.plain_s)
-    _draw_line(axes, "_:", "lower bound", [(row.budget_bytes, row.bound_s) for row in front.rows], front.plain_s)
-    _draw_line(axes, "s--", "offload alone", [(row.budget_bytes, row.offload_s) for row in front.rows], front.plain_s)
-    _draw_line(axes, "^--", "recompute alone", [(row.budget_bytes, row.recompute_s) for row in front.rows], front.plain_s)
     blocks = {row.checkpoint.num_blocks: row.checkpoint for row in front.rows if row.checkpoint is not None}
-    points = [(found.peak_bytes, found.step_s) for _, found in sorted(blocks.items())]
-    _draw_line(axes, "D", "checkpointed blocks", points, front.plain_s)
+    drawn: dict[str, tuple[str, list[tuple[int | None, float | None]]]] = {
+        "best mix": ("o-", [(row.peak_bytes, row.step_s) for row in front.rows]),
+        "lower bound": ("_:", [(row.budget_bytes, row.bound_s) for row in front.rows]),
+        "offload alone": ("s--", [(row.budget_bytes, row.offload_s) for row in front.rows]),
+        "recompute alone": ("^--", [(row.budget_bytes, row.recompute_s) for row in front.rows]),
+        "checkpointed blocks": ("D", [(found.peak_bytes, found.step_s) for _, found in sorted(blocks.items())]),
+    }
+    for label, (style, points) in drawn.items():
+        there = [(peak / 2**30, time_s / front.plain_s) for peak, time_s in points if peak is not None and time_s is not None]
+        if there:
+            axes.plot(*zip(*there, strict=True), style, label=label)
     axes.set(xlabel="peak allocated (GiB)", ylabel="step / plain", title=f"{front.model} on {_predicted_for(front)}")
     shares = [row.step_s / front.plain_s for row in front.rows if row.step_s is not None]
     # lines above twice the plain step, such as offload alone, would flatten all others
@@ -382,9 +383,3 @@ def draw(front: Front, path: Path) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
     figure.savefig(path)
-
-
-def _draw_line(axes: Axes, style: str, label: str, points: Sequence[tuple[int | None, float | None]], plain_s: float) -> None:
-    there = [(peak / 2**30, seconds / plain_s) for peak, seconds in points if peak is not None and seconds is not None]
-    if there:
-        axes.plot([peak for peak, _ in there], [share for _, share in there], style, label=label)

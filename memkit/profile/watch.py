@@ -109,9 +109,9 @@ class StorageLog(MemoryCounter):
             if category is not MemoryCategory.BUFFER:  # only leaves have gradients
                 self._names.setdefault(id(tensor), (module, what))
             for storage in storages_of(tensor):
-                self._name_first(storage, category, module, what)
+                self._tell(storage, category, module, what)
         for number, slot in enumerate(step.streamed.slots):
-            self._name_first(slot, MemoryCategory.PARAM, OUTSIDE_NAME, f"slot {number} of LayerOffload")
+            self._tell(slot, MemoryCategory.PARAM, OUTSIDE_NAME, f"slot {number} of LayerOffload")
         self._num_named = len(self._entries)
 
     def leave(self) -> None:
@@ -133,7 +133,8 @@ class StorageLog(MemoryCounter):
     def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
         self.see(outputs)
         if self._shards and str(op).startswith(_PACKING):
-            self._note_packing(args)
+            for storage in storages_in([tensor for tensor in args if isinstance(tensor, Tensor)]):  # the buffer for a gather
+                self._tell(storage, MemoryCategory.PARAM, what="parameters on their way", is_gathered=True)
         if len(self._entries) > self._num_named or torch_private.schema_of(op).is_mutable:
             self.note_op(str(op))
 
@@ -153,11 +154,8 @@ class StorageLog(MemoryCounter):
 
     def note_saved(self, tensor: Tensor) -> None:
         for storage in storages_of(tensor):
-            entry = self._temp(storage)
-            if entry is not None:
-                is_cast = self._casts is not None and storage in self._casts
-                entry.category = MemoryCategory.PARAM_CAST if is_cast else MemoryCategory.ACTIVATION
-                entry.module = self._module()
+            is_cast = self._casts is not None and storage in self._casts
+            self._tell(storage, MemoryCategory.PARAM_CAST if is_cast else MemoryCategory.ACTIVATION, self._module())
 
     def note_grads(self, leaves: Iterable[Tensor]) -> None:
         for leaf in leaves:
@@ -165,9 +163,7 @@ class StorageLog(MemoryCounter):
                 continue
             module, what = self._names.get(id(leaf), (ROOT_NAME, "input"))
             for storage in storages_of(leaf.grad):
-                entry = self._temp(storage)
-                if entry is not None:
-                    entry.category, entry.module, entry.what = MemoryCategory.GRAD, module, f"{what}.grad"
+                self._tell(storage, MemoryCategory.GRAD, module, f"{what}.grad")
 
     def gathered_bytes(self) -> int:
         levels = Levels(len(self._moments) + 1)
@@ -234,21 +230,19 @@ class StorageLog(MemoryCounter):
 
         return forget
 
-    def _note_packing(self, args: Sequence[Any]) -> None:
-        """Note the buffer into which FSDP2 has packed shards for a gather."""
-        for storage in storages_in([tensor for tensor in args if isinstance(tensor, Tensor)]):
-            entry = self._temp(storage)
-            if entry is not None:
-                entry.category, entry.what, entry.is_gathered = MemoryCategory.PARAM, "parameters on their way", True
-
-    def _name_first(self, storage: torch.UntypedStorage, category: MemoryCategory, module: str, what: str) -> None:
-        entry = self._temp(storage)
-        if entry is not None and not entry.what:
-            entry.category, entry.module, entry.what = category, module, what
-
-    def _temp(self, storage: torch.UntypedStorage) -> _Entry | None:
+    def _tell(
+        self,
+        storage: torch.UntypedStorage,
+        category: MemoryCategory,
+        module: str = "",
+        what: str = "",
+        is_gathered: bool = False,
+    ) -> None:
+        """Say what a storage is for, if that is not known."""
         _, entry = self._live.get(storage_key(storage), (None, None))
-        return entry if entry is not None and entry.category is MemoryCategory.TEMP else None
+        if entry is not None and entry.category is MemoryCategory.TEMP:
+            entry.category, entry.module, entry.what = category, module or entry.module, what or entry.what
+            entry.is_gathered = is_gathered
 
     def _module(self) -> str:
         return OUTSIDE_NAME if self._stack is None else self._stack.row

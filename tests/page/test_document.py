@@ -37,12 +37,12 @@ from memkit.page.document import (
 from memkit.page.under_plan import under_plan
 from memkit.plan import Action, MemoryPlan, StepTrace, find_gpu
 from memkit.plan.asked import problem_of, trace_of
-from memkit.plan.budget.planning import JointPlanner, plan_budget_jointly
+from memkit.plan.budget.planning import JointPlanner
 from memkit.plan.budget.problem import make_problem
 from memkit.profile import MemoryReport
 from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory
 from tests.page.browser import EVIL, Block, needs_browser, opened, plans_of, profiled, report_of_blocks, report_of_evil
-from tests.plan.budget.steps import gpu, layers, random_trace
+from tests.plan.budget.steps import gpu, layers, plan_budget_jointly, random_trace
 
 MOST_BYTES = 8 * 10**6
 _START_S = 10

@@ -232,14 +232,3 @@ def unsure(problem: Problem) -> Iterator[str]:
 
 def _without_excess(start: Simulated) -> Simulated:
     return replace(start, over_bytes=0, excess_bytes=0) if start.excess_bytes else start
-
-
-def plan_budget_jointly(
-    problem: Problem, budget_bytes: int, *, actions: Collection[Action] = BOTH, with_bound: bool = False
-) -> MemoryPlan:
-    """Return the best plan found: never slower than that of one of `actions` alone, or than that for a smaller budget."""
-    return JointPlanner(problem, actions).plan(budget_bytes, with_bound=with_bound, is_steady=True)
-
-
-def least_budget(problem: Problem, *, actions: Collection[Action] = BOTH) -> int:
-    return JointPlanner(problem, actions).least().peak_bytes

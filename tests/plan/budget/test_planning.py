@@ -19,13 +19,13 @@ from memkit.errors import BudgetInfeasible, PlanFormatError
 from memkit.plan import Action, GrowingLineage, find_gpu
 from memkit.plan.budget import planning
 from memkit.plan.budget.bound import find_bound, why_no_bound
-from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly
+from memkit.plan.budget.planning import JointPlanner
 from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.budget.search import floor_bytes, without_needless_moves
 from memkit.plan.budget.simulate import Simulated, simulate
 from memkit.plan.plans import MemoryPlan
 from memkit.plan.step import trace_from_plain, trace_to_plain
-from tests.plan.budget.steps import MIB, gpu, layers, make_trace, random_trace
+from tests.plan.budget.steps import MIB, gpu, layers, least_budget, make_trace, plan_budget_jointly, random_trace
 from tests.plan.test_front import resnet50
 
 OFFLOAD, RECOMPUTE, KEEP = Action.OFFLOAD, Action.RECOMPUTE, Action.KEEP
