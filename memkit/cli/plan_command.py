@@ -84,9 +84,6 @@ def _sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
     ]
 
 
-_NUM_BUDGETS = 8
-_MOST_TRACES = 14
-
 _logger = logging.getLogger("memkit.cli.main")
 
 
@@ -118,7 +115,7 @@ def plan(options: argparse.Namespace) -> None:
     front, plans = make_front(
         problem,
         limits or None,
-        num_budgets=options.steps or _NUM_BUDGETS,
+        num_budgets=options.steps or 8,
         optimizer=options.optimizer,
         needs_plan=not options.batch_search,  # another batch may fit
     )
@@ -156,15 +153,12 @@ def _largest_batch(
             traced[batch] = problem_with(batch)
         return traced[batch]
 
-    half = _MOST_TRACES // 2
-    num_plain, is_plain_found = largest(lambda batch: of(batch).plain_peak_bytes, budget_bytes, begin=begin, most=half)
-    num_planned, is_planned_found = largest(
-        lambda batch: JointPlanner(of(batch)).least().peak_bytes, budget_bytes, begin=max(num_plain, 1), most=half
-    )
+    plain = largest(lambda batch: of(batch).plain_peak_bytes, budget_bytes, begin=begin, most=7)
+    planned = largest(lambda batch: JointPlanner(of(batch)).least().peak_bytes, budget_bytes, begin=max(plain[0], 1), most=7)
     return LargestBatch(
         budget_bytes=budget_bytes,
-        num_plain=num_plain,
-        num_planned=num_planned,
-        is_plain_found=is_plain_found,
-        is_planned_found=is_planned_found,
+        num_plain=plain[0],
+        num_planned=planned[0],
+        is_plain_found=plain[1],
+        is_planned_found=planned[1],
     )

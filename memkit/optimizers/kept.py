@@ -1,8 +1,5 @@
-"""The states that an optimizer keeps for its parameters, found by one step of a copy of it: no list of classes knows them.
-
-The copy shares the class and the attributes of the optimizer, and is never made anew by the class. It steps parameters of the
-same shapes without data. If the class does not take these, it steps small ones with data, whose states are scaled.
-"""
+"""The states that an optimizer keeps for its parameters, found by one step of a copy of it, on parameters without data, or else
+on small ones with data, whose states are scaled: no list of classes knows them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Running the step of a user's optimizer over a part of its parameters, without touching the optimizer.
-
-A shell is an object of the optimizer's class that shares its attributes, with groups and states of its own. The class's own
-`step` runs on it. The step's writes to groups or attributes (a counter, a sum of weights) stay in the shell, as `Changes`.
-"""
+"""Running the step of a user's optimizer over a part of its parameters, without touching it: the class's own `step` runs on a
+shell, an object that shares the optimizer's attributes, with groups and states of its own. Writes stay in the shell."""
 
 from __future__ import annotations
 

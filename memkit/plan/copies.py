@@ -1,9 +1,5 @@
-"""When each copy of a step is issued, and when its source is freed: computed once, for steps that repeat an earlier one.
-
-The rules are those of the byte window (`memkit.activations.offloading.window`): offloaded values are copied, and stay
-while there is room; the oldest is freed first. In the backward, free bytes are filled with the values needed next. Small copies
-that are due close together are batched.
-"""
+"""When each copy of a step is issued, and when its source is freed: computed once, for steps that repeat an earlier one, by the
+rules of the byte window (`memkit.activations.offloading.window`). Small copies that are due close together are batched."""
 
 from __future__ import annotations
 

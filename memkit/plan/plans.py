@@ -35,9 +35,8 @@ class Action(str, Enum):
 
 
 def limit_of(seen_bytes: int, ratio: float, window_bytes: int) -> int:
-    """Return the most bytes of saved tensors that the device may hold: the share that the ratio keeps, and beside it room for
-    the last copies, which may outlast the forward: a quarter of the window, or up to the whole window as long as that is within
-    a 64th of all saved bytes. At least the window."""
+    """Return the most bytes of saved tensors that the device may hold: the share that the ratio keeps, and room for the last
+    copies, a quarter of the window, or up to all of it if that is within a 64th of all saved bytes."""
     beside_bytes = max(window_bytes // 4, min(window_bytes, seen_bytes // 64))
     return max(round((1 - ratio) * seen_bytes) + beside_bytes, window_bytes)
 

@@ -195,11 +195,8 @@ def auto_ratio(
 
 
 class Forecast:
-    """The bytes on a device during a backward that repeats an earlier one. Each record, in the order of requests, has its
-    bytes, the bytes allocated beside it then, and whether it is on the device from the start.
-
-    The requesting operator also makes a gradient as large as its input. Its scratch memory is unknown.
-    """
+    """The bytes on a device during a backward that repeats an earlier one, from records in the order of requests. The
+    requesting operator also makes a gradient as large as its input."""
 
     def __init__(
         self, sizes_bytes: Sequence[int], working_bytes: Sequence[int], stays: Sequence[bool], *, limit_bytes: int

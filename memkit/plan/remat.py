@@ -225,12 +225,8 @@ def simulate(
 
 
 def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], list[int]]:
-    """Return the order in which saved values are dropped as the budget falls, and the ledger's peak before the first drop and
-    after each; values that are picked together share the last one.
-
-    The ledger assumes that room suffices for each replay: each op of a run of dropped values runs once, at the first request
-    for one of them, and its results stay until they are used. Kept values are on the device from their save to their last use.
-    """
+    """Return the order in which saved values are dropped as the budget falls, the cheapest per byte where the ledger is fullest
+    first, and the ledger's peak before the first drop and after each. The ledger assumes that room suffices for each replay."""
     lineage, num_saves, end = step.lineage, len(step.saves), len(step.saves) + len(step.uses)
     maker, ins, sizes, seconds = lineage.maker, lineage.ins, lineage.num_bytes, lineage.seconds
     since, first_use, until = dict[int, int](), dict[int, int](), dict[int, int]()

@@ -1,8 +1,5 @@
-"""Plans for a budget of saved tensors alone: what is kept and what is recomputed, as a `Walk` runs it.
-
-The joint search treats the step like any other. The walk then simulates its plans and their seeds: it drops more where room is
-short, so it fits budgets for which no plan alone is found.
-"""
+"""Plans for a budget of saved tensors alone: what is kept and what is recomputed. A `Walk` simulates the plans of the joint
+search, and drops more where room is short, so it fits budgets for which no plan alone is found."""
 
 from __future__ import annotations
 
@@ -46,10 +43,6 @@ def problem_of_saves(step: Step) -> Problem:
             lifetimes[value] = Lifetime(made_at=maker, released_at=read, freed_at=read)
     idle = OpWork(name="", kind=OpKind.POINTWISE, flops=0.0, num_bytes=0, dtype="")
     trace = StepTrace(
-        model="",
-        inputs="",
-        target="",
-        min_bytes=0,
         ops=(idle,) * end,
         num_forward_ops=num_ops,
         step=step,
@@ -58,9 +51,6 @@ def problem_of_saves(step: Step) -> Problem:
         use_places=tuple(range(num_ops, end)),
         lifetimes=lifetimes,
         live_bytes=tuple(levels.each()[:end]),
-        base_bytes=0,
-        trainable_numel=0,
-        trainable_bytes=0,
     )
     backward_s = 2 * sum(lineage.seconds) / max(num_uses, 1)  # a backward takes about two forwards
     return make_problem(trace, GPUS["H200"], measured_s=[*lineage.seconds, *[backward_s] * num_uses])

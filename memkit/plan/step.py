@@ -1,8 +1,5 @@
-"""One training step as numbers: which op makes which value, what autograd saves, and what each op does. No seconds.
-
-A *value* is a storage's content between two writes; a view is no value of its own. An *op* makes values from values. Both are
-numbered in order of creation, so any selection of ops can run again in the order of their numbers.
-"""
+"""One training step as numbers: which op makes which value, what autograd saves, what each op does. A *value* is a storage's
+content between two writes. Ops and values are numbered in order of creation, so any ops can run again in that order."""
 
 from __future__ import annotations
 
@@ -241,10 +238,10 @@ class StepTrace:
     before `ops[3]`.
     """
 
-    model: str
-    inputs: str
-    target: str
-    min_bytes: int
+    model: str = ""
+    inputs: str = ""
+    target: str = ""
+    min_bytes: int = 0
     """Smaller saved storages stay where they are: they are part of the working bytes."""
     ops: tuple[OpWork, ...]
     """All ops that compute or make anything, even if nothing of theirs is saved: of the forward and the loss, then of the
@@ -260,10 +257,10 @@ class StepTrace:
     """Of each saved value, and of each other value of at least `min_bytes` that an op of the forward makes."""
     live_bytes: tuple[int, ...]
     """Bytes on the device beside `base_bytes` during each op, just after it has made its outputs."""
-    base_bytes: int
+    base_bytes: int = 0
     """Bytes that exist before: parameters, buffers, inputs."""
-    trainable_numel: int
-    trainable_bytes: int
+    trainable_numel: int = 0
+    trainable_bytes: int = 0
     names: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     modules: tuple[ModuleOps, ...] = ()
     """The calls of modules in the forward, in the order in which they begin."""

@@ -1,7 +1,5 @@
-"""The runs that a profile is made of (unwatched, for memory, for time, without data), and the rows of a report.
-
-Memory and time are never taken in the same run: watching what is saved costs time, and would count as the model's.
-"""
+"""The runs that a profile is made of, and the rows of a report. Memory and time are never taken in the same run: watching what
+is saved costs time, and would count as the model's."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""How fast a step under a budget can be at the best: no plan is faster than this linear program.
+"""How fast a step under a budget can be at the best: no plan is faster than this linear program, solved by scipy's HiGHS.
 
 Values may leave, stay and be dropped in part, copies flow without latency, replays run each op once and need no room of their
-own, and anchors are held only until something may be made from them first. Everything that `simulate` does takes at least as
-long. Solved by HiGHS, in scipy, which is an extra.
-"""
+own, and anchors are held only until something may be made from them first."""
 
 from __future__ import annotations
 

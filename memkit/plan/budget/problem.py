@@ -15,10 +15,8 @@ from memkit.plan.timeline import Levels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldValue:
-    """A value that something can be decided on: a saved one, or an *anchor*, which replays may start from if it is held.
-
-    All its moments are slots. To recompute an anchor is not to hold it.
-    """
+    """A value that something can be decided on: a saved one, or an *anchor*, which replays may start from if it is held, and
+    which is not held if it is recomputed. All its moments are slots."""
 
     value: int
     num_bytes: int
@@ -33,11 +31,8 @@ class HeldValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One step on one GPU.
-
-    A *slot* is what runs between two of the moments at which something is saved, asked for, made, released or freed. A *point*
-    is a slot that begins with a save or a request: only there can anything be done. The first point is the begin of the step.
-    """
+    """One step on one GPU. A *slot* is what runs between two moments at which something is saved, asked for, made, released or
+    freed. A *point* is a slot that begins with a save or a request: only there can anything be done."""
 
     trace: StepTrace
     gpu: GpuSpec

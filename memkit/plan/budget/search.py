@@ -1,5 +1,4 @@
-"""Searches for a plan: offload while the link has time, drop the cheapest values per byte until the step fits, start from cuts
-as checkpointing does, and improve the best of these by single changes. No single search is the best for every step."""
+"""Searches for a plan, in several ways, since none is the best for every step, and improves the best by single changes."""
 
 from __future__ import annotations
 

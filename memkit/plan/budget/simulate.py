@@ -1,8 +1,5 @@
-"""The seconds and bytes of a step under one action for each value, with the moments of its copies and its replays.
-
-The bytes on the device follow from saves and requests alone: clocks decide at which of them a copy is let go as the plan is
-made, and from then on compute waits there for the copy. So a link that is slower than expected costs time, never bytes.
-"""
+"""The seconds and bytes of a step under one action for each value, with the moments of its copies and its replays. Bytes follow
+from saves and requests alone, where compute waits for copies: a link slower than expected costs time, never bytes."""
 
 from __future__ import annotations
 

@@ -93,18 +93,14 @@ def _is_small_integer(tensor: Tensor) -> bool:
 
 
 class TargetOps(Mode):
-    """Runs operations as a target would, and lets tensors with data and tensors without meet in them, as they would on one
-    device.
+    """Runs operations as a target would, and lets tensors with data and tensors without meet in them.
 
-    A constant that the forward makes on the CPU, or the labels in a loss, are replaced by their twins. The other way round,
-    small integer and boolean constants that the forward asks for on the meta device (positions, masks) do get data: models
-    look into them to choose a path, and no gradient flows through them. If a value that does not exist is written into such a
-    constant, it counts as one without data: looking into it raises.
+    A constant that the forward makes on the CPU, or the labels in a loss, are replaced by their twins. Small integer constants
+    that the forward asks for on the meta device do get data: models look into them, and no gradient flows through them. If a
+    value that does not exist is written into one, looking into it raises.
 
-    A tensor with data stands for one on the target, where moving it to the target's device moves nothing. With "cuda" as the
-    target that is not so for what the forward makes on the CPU: a move of that makes another tensor. What the backward moves is
-    gradients, which have no values.
-    """
+    A tensor with data stands for one on the target, where moving it to the target's device moves nothing; but for what the
+    forward makes on the CPU with "cuda" as the target: a move of that makes another tensor."""
 
     def __init__(self, target: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it

@@ -254,10 +254,8 @@ def run_as_on(target: str, op: OpOverload, args: Sequence[Any], kwargs: dict[str
 
 
 def format_of(tensor: Tensor) -> torch.memory_format:
-    """Return the memory format that a kernel sees in a tensor, by its strides alone: gaps are allowed.
-
-    Source: Tensor::suggest_memory_format, and is_channels_last_strides_2d and _3d in c10/core/MemoryFormat.h.
-    """
+    """Return the memory format that a kernel sees in a tensor, by its strides alone: gaps are allowed."""
+    # Source: Tensor::suggest_memory_format, and is_channels_last_strides_2d and _3d in c10/core/MemoryFormat.h.
     shape, strides = tensor.shape, tensor.stride()
     if tensor.dim() not in (4, 5) or strides[1] == 0:
         return torch.contiguous_format
