@@ -27,14 +27,9 @@ class Gauge:
         self.forward_peaks: dict[int, int] = {}
         self.backward_peaks: dict[int, int] = {}
 
-    def open(self, index: int) -> None:
-        pass
-
-    def close(self, index: int) -> None:
-        pass
-
-    def start_backward_of(self, index: int | None) -> None:
-        pass
+    def open(self, index: int) -> None: ...  # a call of the module at `index` begins
+    def close(self, index: int) -> None: ...  # the innermost call, one of the module at `index`, ends
+    def start_backward_of(self, index: int | None) -> None: ...  # the backward reaches operations of a module, or None: it ends
 
     def take_highest(self) -> int | None:
         """Return the peak of allocated bytes since the last `take_highest`, and start again."""

@@ -100,8 +100,7 @@ class StorageLog(MemoryCounter):
         """Return a context for the run, within which the watch is on."""
         return nullcontext()
 
-    def end_forward(self) -> None:
-        """The forward is over."""
+    def end_forward(self) -> None: ...
 
     def follow(self, step: ProfiledStep, tree: ModuleTree, stack: CallStack, casts: ParamCasts) -> None:
         self._stack, self._casts = stack, casts
