@@ -24,8 +24,7 @@ DTYPES = {
 }
 
 
-Input = tuple[str, tuple[int, ...], str | None]
-"""An input: its keyword or "", its shape, and torch's name of its requested dtype, if any."""
+Input = tuple[str, tuple[int, ...], str | None]  # its keyword or "", its shape, and torch's name of its dtype
 
 
 def input_of(text: str) -> Input:

@@ -97,8 +97,7 @@ def _timm_factory(name: str) -> Callable[[], Any]:
 
 
 _LANGUAGE = ("CausalLM", "Seq2SeqLM", "SpeechSeq2Seq", "ImageTextToText", "PreTraining")
-"""Architectures whose heads' names do not end like the auto classes, such as GPT2LMHeadModel and
-WhisperForConditionalGeneration."""
+"""Of architectures whose names do not end like the auto classes, such as GPT2LMHeadModel."""
 
 
 def _transformers_factory(name: str) -> Callable[[], Any]:

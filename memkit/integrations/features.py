@@ -27,8 +27,7 @@ from memkit.weights import LayerOffload, LayerStats
 Feature = ForwardContext | LayerOffload
 
 _begun: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKeyDictionary()
-_begun_states: weakref.WeakSet[StateOffload] = weakref.WeakSet()
-"""Last attached and made by callbacks: a run that ended by an error may have left them there."""
+_begun_states: weakref.WeakSet[StateOffload] = weakref.WeakSet()  # a run that ended by an error may leave some
 
 
 class Features:

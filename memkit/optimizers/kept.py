@@ -19,8 +19,7 @@ from memkit.core.torch_state import local_of
 from memkit.optimizers.shells import needs_closure, own_attributes, own_group, put_in_train_mode, shell_of, step_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-_LARGEST_SIDES = (None, 256, 24)
-"""Longest sides of the parameters to try, in turn: None for the original sizes, without data; then smaller ones."""
+_LARGEST_SIDES = (None, 256, 24)  # to try in turn; None for the original sizes, without data
 _LARGEST_NUMEL = 2**16
 _LONGER = 16  # a vector may be longer than a side of a matrix by this factor
 

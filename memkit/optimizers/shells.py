@@ -72,8 +72,7 @@ def emptied(group: Group) -> Group:
     return {name: [] if name in _MEMBERS else value for name, value in group.items()}
 
 
-Changes = dict[str, Any]
-"""A step's writes on a shell to a group or the attributes. Two parts of a separable optimizer's step write the same."""
+Changes = dict[str, Any]  # a step's writes on a shell; two parts of a separable optimizer's step write the same
 
 
 def differing(one: Changes, other: Changes) -> str | None:

@@ -16,15 +16,9 @@ class Residency(Enum):
 
     HOST = "host"  # in host memory only
     IN_FLIGHT = "in flight"  # on the host or a disk; a copy to the device is under way or about to begin
-    DEVICE = "device"
-    """On the device, with an equal copy at their origin, unless the caller has written to host memory since. States that stay
-    on the device have no such copy."""
-    STEPPING = "stepping"
-    """At their origin: a step runs on the device's copy, and may have written parts of it and of the parameters. The old
-    parameters are kept, so that the step can be undone."""
-    DIRTY = "dirty"
-    """On the device only: the copy at the origin is older. Of states stepped on the host: they are current, and the parameters
-    on the device are older."""
+    DEVICE = "device"  # with an equal copy at their origin, but for states that stay and what the caller has written since
+    STEPPING = "stepping"  # a step may have written parts of the device's copy; old parameters are kept, so it can be undone
+    DIRTY = "dirty"  # on the device only; of states stepped on the host, there: the parameters on the device are older
     DISK = "disk"  # in a file, or in a buffer on the way there, only
 
     def may_become(self, following: Residency) -> bool:
@@ -66,8 +60,7 @@ class ChunkLayout:
 
 
 def lay_out(groups: Sequence[Sequence[tuple[int, int]]]) -> ChunkLayout:
-    """Return where groups of (begin, end) bytes in one storage each lie in a chunk; what overlaps there overlaps in the
-    chunk."""
+    """Return where groups of (begin, end) bytes, each in one storage, lie in a chunk; overlaps stay overlaps."""
     regions, end = [], HEADER_BYTES
     for group in groups:
         low, high = min(begin for begin, _ in group), max(stop for _, stop in group)

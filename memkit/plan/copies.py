@@ -19,17 +19,13 @@ class CopySchedule:
     """What is due at each save and request; batches leave and return in order, so counts identify them."""
 
     out: tuple[tuple[int, ...], ...]  # the batches that leave, as numbers of values
-    num_sent: tuple[int, ...]
-    """For each save, how many batches have been issued once it is noted; the last entry is for the end of the forward."""
-    num_released: tuple[int, ...]
-    """For each save, how many batches the device has freed by then; the last entry is for the end of the forward."""
+    num_sent: tuple[int, ...]  # for each save, and for the end of the forward, the batches issued by then
+    num_released: tuple[int, ...]  # for each save, and for the end of the forward, the batches freed by then
     back: tuple[tuple[int, ...], ...]
-    requests: tuple[int, ...]
-    """The values that the backward requests, by first request: the offloaded ones, and those whose request starts a fetch."""
+    requests: tuple[int, ...]  # by first request: the offloaded values, and those whose request starts a fetch
     num_fetched: tuple[int, ...]  # for each request, how many returning batches have been issued before it is served
     peak_bytes: int
-    num_released_at_request: int = 0
-    """How many batches the device has freed once the backward requests anything, if more than before."""
+    num_released_at_request: int = 0  # batches freed once the backward requests anything, if more than before
 
 
 def schedule_copies(

@@ -49,8 +49,7 @@ class FrontRow:
     num_again: int = 0
     offload_s: float | None = None  # the step with the best plan that only offloads
     recompute_s: float | None = None  # the step with the best plan that only recomputes
-    checkpoint: CheckpointedBlocks | None = None
-    """The step with the fewest blocks checkpointed, evenly spaced; None if the model has no repeated blocks."""
+    checkpoint: CheckpointedBlocks | None = None  # the fewest evenly spaced blocks that fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +180,7 @@ def _checkpointed(problem: Problem, blocks: Sequence[ModuleOps]) -> Checkpointed
 
 
 def _saved_last(problem: Problem, actions: Sequence[Action], block: ModuleOps) -> tuple[int, int]:
-    """Return a block's last op whose result is saved in it, and the bytes saved in it that later ops read, which exist
-    twice."""
+    """Return a block's last op whose result is saved in it, and the saved bytes that later ops read: these exist twice."""
     lineage, trace = problem.lineage, problem.trace
     last, num_bytes = block.begin - 1, 0
     for held, action in zip(problem.values, actions, strict=True):

@@ -185,11 +185,9 @@ FACTORS: Mapping[str, float] = {
     "aten._fused_rms_norm": 1.0,
     "aten._fused_rms_norm_backward": 1.0,
 }
-"""How far the ops of a ResNet-50 in float32 (channels first, TF32) and of a Llama in bfloat16 stay below the H200's full speed.
-Others were not measured, so every GPU gets these. The convolution of few channels is the ResNet's first."""
+"""How far ops of a ResNet-50 (float32, TF32) and a Llama (bfloat16) stay below an H200's full speed: taken for every GPU."""
 
-_OF_MEMORY, _OF_FLOPS = 4.0 / 4.8, 0.7075
-"""The share of an H200's datasheet figures that a large copy and a large matrix product reach. Taken for every GPU."""
+_OF_MEMORY, _OF_FLOPS = 4.0 / 4.8, 0.7075  # of an H200's datasheet figures, what a large copy and product reach
 
 
 def _from_datasheet(
@@ -200,8 +198,7 @@ def _from_datasheet(
     link_gb_per_s: tuple[float, float, float],
     source: str,
 ) -> GpuSpec:
-    """Return a spec from CUDA's reported memory (rounded down) and a datasheet: dense TFLOPS of 16-bit dtypes accumulated in
-    float32, of TF32, of float64; the link's GB/s to the host, back, and each way with both at once."""
+    """Return a spec from CUDA's memory and a datasheet: TFLOPS of 16 bit, TF32, float64; GB/s out, back and both at once."""
     half, tf32, double = (1e12 * _OF_FLOPS * figure for figure in tflops)
     out, back, both = (1e9 * figure for figure in link_gb_per_s)
     return GpuSpec(
@@ -219,8 +216,7 @@ def _from_datasheet(
 
 
 _PCIE4 = (25.0, 25.0, 21.0)
-"""GB/s of PCIe 4 x16 from pinned memory. Source: about 25 each way by nvbandwidth on many machines; the figure for both at once
-is scaled as on PCIe 5, and differs between boards."""
+"""GB/s of PCIe 4 x16 from pinned memory. Source: nvbandwidth on many machines; both at once is scaled as on PCIe 5."""
 _PCIE5 = (55.3, 55.5, 50.8)  # GB/s of PCIe 5 x16, as measured by memkit beside an H200
 _C2C = (290.0, 370.0, 250.0)
 _HOPPER = (989.4, 494.7, 66.9)

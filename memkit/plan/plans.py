@@ -253,8 +253,7 @@ class Plan(_Explained):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedReplay:
-    request: int
-    """The request of the value, or the first of several with no op between them."""
+    request: int  # that of the value, or the first of several with no op between them
     value: int
     ops: tuple[int, ...]  # ops of the lineage, in this order
     stays: tuple[int, ...] = ()  # other values that are made on the way, and stay for their own requests

@@ -81,8 +81,7 @@ class RatioSoFar:
         self.limit_bytes = 0  # bytes that the device may hold if no other forward is alive
         self._asked_window_bytes = window_bytes
         self._seen_bytes = self._moved_bytes = self._largest_bytes = 0
-        self.stays_more_bytes = 0
-        """Bytes that stay beyond the plan, less those that leave beyond it."""
+        self.stays_more_bytes = 0  # bytes that stay beyond the plan, less those that leave beyond it
         self.follow(None)
 
     def follow(self, plan: Plan | None, *, is_late: bool = False) -> None:
@@ -195,8 +194,8 @@ def auto_ratio(
 
 
 class Forecast:
-    """The bytes on a device during a backward that repeats an earlier one, from records in the order of requests. The
-    requesting operator also makes a gradient as large as its input."""
+    """The bytes on a device during a backward that repeats an earlier one; each op also makes a gradient as large as its
+    input."""
 
     def __init__(
         self, sizes_bytes: Sequence[int], working_bytes: Sequence[int], stays: Sequence[bool], *, limit_bytes: int
@@ -209,8 +208,7 @@ class Forecast:
             levels.add(0 if stay else place, place + 1, size)
         self.peak_bytes = max(limit_bytes + working_bytes[0], levels.peak_bytes)
         """The limit of the backward: at its beginning, or where it needs the most."""
-        self._highest: list[list[int]] = []
-        """A sparse table of the highest levels of 1, 2, 4 and more places, without values used before. Made on first use."""
+        self._highest: list[list[int]] = []  # by powers of two of places; made on first use
 
     def level_bytes(self, now: int, until: int, live_bytes: int) -> int:
         """Return the most bytes from `now` until the place `until` is passed, if nothing else is fetched on the way."""

@@ -22,8 +22,7 @@ class ModuleCall:
     number: int  # earlier calls of the same module
     parent: int  # index of the enclosing call, -1 for an outermost one
     saves: tuple[int, int]  # its first save, and the first after it
-    ops: tuple[int, int]
-    """Its first op that may run again, and the first op after its last save, where the second run of a region ends."""
+    ops: tuple[int, int]  # its first op that may run again, and the first op after its last save
     num_ops: int  # ops of any kind up to that end
     inputs: tuple[int, ...]  # values that it reads and that were made earlier in the step
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -111,11 +110,9 @@ def _joined(row: Sequence[_Span]) -> list[_Span]:
 
 
 _DIGITS = re.compile(r"\d+")
-_MOST_WORK = 6_000_000
-"""The most saves and regions to walk in all simulations of a step, and as many again with spans: a few seconds."""
+_MOST_WORK = 6_000_000  # saves and regions to walk in all simulations of a step: a few seconds
 _MOST_LISTED = 512  # up to this many choices, all are simulated
-_LESS, _FAR_LESS = 0.99, 0.9
-"""A group of layers is added if the peak falls below the first fraction; below the second, it replaces nested ones."""
+_LESS, _FAR_LESS = 0.99, 0.9  # groups of layers that bring the peak below are added; far below, replace nested ones
 _MOST_SWAPPED = 24
 
 

@@ -241,8 +241,7 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
     rest = [value for value in since if value not in stays]
     by_use = sorted(rest, key=lambda value: first_use.get(value, end))
     order = list[int]()
-    again = {value: lineage.ops_to(value, kept) for value in rest}
-    """The ops that make a value again and that no dropped value makes run again."""
+    again = {value: lineage.ops_to(value, kept) for value in rest}  # the ops that dropping a value alone makes run again
     costs_s = {value: math.fsum(seconds[op] for op in ops) for value, ops in again.items()}
     run_for = defaultdict[int, list[int]](list)
     for value, ops in again.items():

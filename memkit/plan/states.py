@@ -222,9 +222,7 @@ def _on_disk(piece: StatePiece) -> StatePiece:
 
 
 PIECE_BYTES = 64 * 2**20  # a copy of this size reaches the link's full speed
-WINDOW_NUMEL = 2**16
-"""Windows of a large parameter begin at multiples of this: kernels over lists of tensors use blocks of this size, and each
-window is aligned like an allocation of its own."""
+WINDOW_NUMEL = 2**16  # windows begin at multiples of this, as blocks of kernels over lists of tensors do, and so are aligned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,7 @@ class Lineage:
     maker: Sequence[int]  # the op that can recompute each value, or `NO_OP`
     ins: Sequence[tuple[int, ...]]
     outs: Sequence[tuple[int, ...]]
-    taken: Mapping[int, tuple[tuple[int, int], ...]]
-    """For ops that write to their arguments: pairs of the overwritten value and the value it becomes."""
+    taken: Mapping[int, tuple[tuple[int, int], ...]]  # of ops that write to their arguments: (overwritten, becomes) pairs
     seconds: Sequence[float]
     users: list[list[int]]  # the ops that read each value, as of the last `link`
 
@@ -151,16 +150,12 @@ class Step:
     saves: tuple[int, ...]  # the value of each save that counts, in order. A value may be saved several times.
     uses: tuple[int, ...]
     use_ends: tuple[int, ...] = ()
-    """For each request, the first later one from another graph node: until then the node holds its value. Without it each
-    request counts as a node's only one."""
-    fixed: frozenset[int] = field(default_factory=frozenset)
-    """Saved values that stay under any plan: no op makes them, or the user requested it."""
+    """For each request, the first later one from another graph node, which holds its value until then; or each is alone."""
+    fixed: frozenset[int] = field(default_factory=frozenset)  # under any plan: no op makes them, or by request
     dropped: frozenset[int] = field(default_factory=frozenset)
-    moved: frozenset[int] = field(default_factory=frozenset)
-    """Saved values that leave for host memory under any plan; they come back for their readers."""
+    moved: frozenset[int] = field(default_factory=frozenset)  # leave under any plan, come back for readers
     retained_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Roots that are freed unless held on purpose, and their bytes: made by ops that cannot run again, or overwritten. All
-    other roots are the caller's and cost nothing."""
+    """Roots that are freed unless held on purpose, and their bytes; all others are the caller's and cost nothing."""
     why_kept: Mapping[int, str] = field(default_factory=dict)  # why no op recomputes a value, where a user may not expect it
 
     def __post_init__(self) -> None:

@@ -37,8 +37,7 @@ class Gauge:
 
 
 class PeakGauge(Gauge):
-    """The most bytes allocated during each module's calls, above those at entry. The allocator has one peak counter: at the
-    ends of each call its value is added to every open call, and it is reset."""
+    """The most bytes allocated in each module's calls, above those at entry, by the allocator's one peak counter."""
 
     def __init__(self, counter: MemoryCounter) -> None:
         super().__init__()
@@ -168,8 +167,7 @@ class CallStack:
         self._gauge = gauge
         self._open: list[int] = []
         self._hooked: set[int] = set()
-        self._raised: tuple[BaseException, int, tuple[Any, ...]] | None = None
-        """An exception, the module that raised it, and that module's arguments."""
+        self._raised: tuple[BaseException, int, tuple[Any, ...]] | None = None  # of which module, with its arguments
         self._backward_of: int | None = None
         self.in_backward = False
         self.num_calls: Counter[int] = Counter()
@@ -215,8 +213,7 @@ class CallStack:
             self._leave(index, args)
 
     def backward(self, hooks: HookSet, graph: BackwardGraph, run: Callable[[], None]) -> None:
-        """Run a backward in which a node belongs to the module that was innermost when it was made; accumulating to the node
-        before."""
+        """Run a backward; a node belongs to the module that was innermost when it was made, or to the node before."""
         self.in_backward = True
         for node in graph.nodes:
             hooks.before_backward(node, partial(self._before_node, self._owner_of_node(node)))

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 _BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Classes that step each element by itself, so that a large parameter's states can move in parts."""
-_AS_A_WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
-"""Classes that can't step parameters one by one, so that their states can't leave."""
+_AS_A_WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam)  # their states can't leave
 
 
 def check_optimizer(optimizer: OptimizerLike | None) -> OptimizerLike | None:

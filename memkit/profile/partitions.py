@@ -38,8 +38,7 @@ class _CutError(Exception):
 
 
 def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float]) -> list[Partition]:
-    """Trace a block, in a thread free of the caller's modes, and return how the compiler would partition it for some
-    budgets."""
+    """Trace a block in a thread free of the caller's modes; return how the compiler would partition it for some budgets."""
     dynamo: Any = importlib.import_module(torch_private.DYNAMO_CONFIG)  # only now: a slow import
     device = torch.get_default_device()
     is_elsewhere = any(parameter.device.type not in ("cpu", "meta") for parameter in block.parameters())

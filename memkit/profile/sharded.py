@@ -230,8 +230,8 @@ def with_others(
     around: Callable[[], AbstractContextManager[None]],
     checks: bool = True,
 ) -> _Value:
-    """Run a step with FSDP2 on every rank; with `checks`, ranks wait for each other before each collective, so that all
-    raise."""
+    """Run a step with FSDP2 on every rank; with `checks`, ranks wait for each other before each collective, to raise
+    together."""
     if not shards:
         with around():
             return work()

@@ -116,8 +116,7 @@ class _Column(NamedTuple):
     heading: str
     cell: Callable[[ModuleRecord, MemoryReport], str]
     right: bool = True
-    goes: int | None = None
-    """See `TextColumn.goes`: shapes are left out first, then types; measurements only if nothing else is left."""
+    goes: int | None = None  # shapes are left out first, then types; measurements only if nothing else is left
 
 
 def _mib(num_bytes: int | None) -> str:

@@ -105,8 +105,7 @@ class _Tracer(StorageLog):
     def __init__(self, step: ProfiledStep, *, rounding_bytes: int, min_bytes: int | None = None) -> None:
         super().__init__(step, rounding_bytes=rounding_bytes)
         self.recording = Recording(CpuDevice(META))
-        self.spans: list[tuple[int, int, int]] = []
-        """The index of the module of each call, with its first op and the one after its last."""
+        self.spans: list[tuple[int, int, int]] = []  # of each call its module, its first op and the one after its last
         self._min_bytes = min_bytes
         self._recorded = ExitStack()
         self._is_forward = True
@@ -114,18 +113,15 @@ class _Tracer(StorageLog):
         self._value_in: dict[int, int] = {}
         self.num_forward_ops = 0
         self.forward_step: Step | None = None
-        self.forward_ends: dict[int, int] = {}
-        """For each storage that is freed in the forward, by its place, how many ops had run by then."""
+        self.forward_ends: dict[int, int] = {}  # for each storage that is freed in the forward, by its place, the ops by then
         self.base_bytes = self.allocated_bytes()
         self.works: list[OpWork] = []
         self.live_bytes: list[int] = []
         self.op_places: list[int] = []  # for each op of the recording, its index among all ops
-        self.values: dict[int, tuple[int, int]] = {}
-        """For each value of the recording in a storage made here: the storage's place in the log, and the op that made it."""
+        self.values: dict[int, tuple[int, int]] = {}  # for each value, its storage's place in the log and the op that made it
         self.overwritten_at: dict[int, int] = {}  # for each overwritten value, the op that wrote over it
         self.saves: list[tuple[int, int, int]] = []
-        self.uses: list[tuple[int, int, int]] = []
-        """For each save and each use, its value, its autograd node, and how many ops had run."""
+        self.uses: list[tuple[int, int, int]] = []  # of each save and use: value, autograd node, ops by then
 
     @property
     def now(self) -> int:
@@ -252,8 +248,7 @@ class _Spans(PeakGauge):
 
 
 def trace_step(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -> tuple[StepTrace, Watch]:
-    """Run a step, then its forward with autograd holding nothing, which shows what others hold; return its trace and its
-    watch."""
+    """Run a step, then its forward with autograd holding nothing: that shows what others hold. Return trace and watch."""
     torch_private.require(torch_private.Feature.REMAT)  # records ops as it does
     with preserved(step.modules(), META, contents=False):
         watch, traced = simulated_pass(step, tree, target, partial(_Tracer, min_bytes=max(1, min_bytes)))

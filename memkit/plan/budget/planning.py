@@ -23,8 +23,7 @@ class JointPlanner:
 
     def __init__(self, problem: Problem, actions: Collection[Action] = BOTH) -> None:
         self.problem, self.actions = problem, frozenset(actions) & BOTH
-        self.handling_s = 0.0
-        """The host's seconds for a value that goes, if the device waits for them: then fewer, larger values are chosen."""
+        self.handling_s = 0.0  # the host's seconds for a value that goes: with them fewer, larger values are chosen
         self.alone = (
             {action: JointPlanner(problem, {action}) for action in sorted(self.actions)} if self.actions == BOTH else {}
         )

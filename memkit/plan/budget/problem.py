@@ -46,8 +46,7 @@ class Problem:
     points: tuple[int, ...]
     num_forward_points: int  # the first point with a request
     op_s: tuple[float, ...]
-    retained: Mapping[int, tuple[int, int]]
-    """Roots that are no values of the problem and are gone unless they are held: from which slot on, and bytes."""
+    retained: Mapping[int, tuple[int, int]]  # other roots that are gone unless held: from which slot on, and bytes
     plain: tuple[Action, ...]  # the plain step: all saved values stay, no anchor is held
     plain_peak_bytes: int
     save_at: Mapping[int, int]  # the last save of the step at each slot where one is

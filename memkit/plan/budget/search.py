@@ -101,8 +101,7 @@ class Search:
         """Drop the cheapest value for its bytes at the worst slot until the step fits; None if it never does."""
         problem, values, current = self.problem, self.problem.values, list(actions)
         costs = ReplayCosts(problem, current)
-        known = [0.0] * len(values)
-        """The price that each value had when it was looked at last: it is looked at again before it is dropped."""
+        known = [0.0] * len(values)  # the price of each value as of the last look; it is looked at again before it is dropped
         stale, least = 0, math.inf
         for _ in range(80):
             found = self.simulate(current)

@@ -33,14 +33,12 @@ class SimulatedReplay:
     index: int  # the requested value's place in `Problem.values`
     point: int
     ops: tuple[int, ...]
-    stays: tuple[int, ...]
-    """Other dropped values that are made on the way and stay until they are freed, by their places in `Problem.values`."""
+    stays: tuple[int, ...]  # other values that are made on the way and stay, by their places in `Problem.values`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    actions: tuple[Action, ...]
-    """As carried out: a value whose bytes would not be freed in between stays; an anchor that no replay reads isn't held."""
+    actions: tuple[Action, ...]  # as carried out: what would free nothing stays, and an anchor that no replay reads isn't held
     seconds: float
     peak_bytes: int
     over_bytes: int  # bytes above the budget at the worst slot; 0 if it fits
@@ -51,10 +49,8 @@ class Simulated:
     moved_bytes: int = 0
     moves: tuple[Move, ...] = ()
     replays: tuple[SimulatedReplay, ...] = ()
-    held_until: dict[int, int] = field(default_factory=dict)
-    """For each value of the lineage that a replay reads, the slot of the last such replay."""
-    levels: tuple[int, ...]
-    """The most bytes from each point to the next, without the base and values fetched before they are needed."""
+    held_until: dict[int, int] = field(default_factory=dict)  # for each value that replays read, the last such slot
+    levels: tuple[int, ...]  # the most bytes from each point to the next, but base and values fetched early
 
     @property
     def num_handled(self) -> int:
@@ -76,8 +72,7 @@ class ReplayCosts:
         self._maker, self._ins, self._op_s = lineage.maker, lineage.ins, problem.op_s
         self._anchors = frozenset(held.value for held in problem.values if held.is_anchor)
         self._is_there = bytearray(len(lineage.maker))
-        self._wanting = [0] * len(lineage.maker)
-        """How many ops that run again, and requests, want each value that is not there, or would if it were not."""
+        self._wanting = [0] * len(lineage.maker)  # how many ops that run again, and requests, want each value
         self._num_wanted = [0] * len(lineage.ins)
         self.seconds = 0.0
         for held, action in zip(problem.values, actions, strict=True):
@@ -142,8 +137,7 @@ class ReplayCosts:
 
 
 def reads_of(problem: Problem, dropped: Iterable[int], is_there: bytearray) -> dict[int, int]:
-    """Return the slots at which replays of dropped values, in this order, first read what is on the device, and retained
-    roots."""
+    """Return the slots at which replays of dropped values, in this order, first read what is on the device or retained."""
     maker, ins, values, retained = problem.lineage.maker, problem.lineage.ins, problem.values, problem.retained
     found, seen = dict[int, int](), set[int]()
     for index in dropped:
@@ -294,8 +288,7 @@ class _Run:
         for index in self.need:
             copied_at[values[index].saved].append(index)
         on_lane: deque[tuple[float, int]] = deque()
-        copied: list[tuple[int, int]] = []
-        """Copied values that others still hold: the slot from which they don't, and the bytes."""
+        copied: list[tuple[int, int]] = []  # what others still hold: until which slot, and its index
         gone_bytes = 0
         for point in range(self.back):
             slot = points[point]
@@ -373,8 +366,7 @@ class _Run:
         self.replay_peaks = peaks
 
     def _fitting(self, levels: list[int], begin: int, wanted: Sequence[tuple[int, int]]) -> list[int]:
-        """Add to levels those of `wanted` (end and place) that fit from a point on to their end, the one that ends first
-        first."""
+        """Add to levels those of `wanted` that fit from a point on up to their end, the one that ends first first."""
         fitting: list[tuple[int, int]] = []
         reached, most = begin, 0
         smallest = min((self.values[index].num_bytes for _, index in wanted), default=0)

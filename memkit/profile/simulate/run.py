@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 
 class MetaTwins:
-    """Makes the one meta twin of each tensor; twins of views share a storage, and small integers may keep their data, on the
-    CPU."""
+    """Makes the one meta twin of each tensor; twins of views share a storage. Small integers may keep data, on the CPU."""
 
     def __init__(self, *, keep_integers: bool = False) -> None:
         self._keep_integers = keep_integers

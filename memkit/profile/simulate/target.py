@@ -339,8 +339,7 @@ def _with_statistics(outputs: Sequence[Tensor], dtype: torch.dtype, *, keep: boo
 
 
 def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *others: Any, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply groups, as experts do. Kernels take float32 and half precision, and the one of the meta device bfloat16 alone:
-    with that it is asked for the size, about tensors whose rows have as many bytes."""
+    """Multiply groups, as experts do: meta's kernel takes bfloat16 alone, and is asked for the size with that."""
     (grouped_mm,) = torch_private.known("grouped_mm")
     if mat_a.dtype not in (torch.float32, torch.float16):
         made: Tensor = grouped_mm(mat_a, mat_b, *others, out_dtype=out_dtype)
