@@ -22,6 +22,8 @@ from memkit.transfer import Arena, Disk, measure_link
 from memkit.transfer.link import measure_beside_copies, measure_both_ways
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
 _UPDATE_THREADS = (1, 4, 8, 16)
 _BOTH_S = 1.0  # copies and updates run at once for about this many seconds
 

@@ -155,18 +155,11 @@ def _check_model(options: argparse.Namespace) -> None:
 
 
 def _add_dtypes(parser: argparse.ArgumentParser, *, of_autocast: str) -> None:
-    parser.add_argument(
-        "--dtype",
-        type=partial(arguments.dtype, names=("float32", "float64", "float16", "bfloat16")),
-        metavar="DTYPE",
-        help="cast the model to this dtype (bf16, fp16, fp64, ...), and inputs that name none",
-    )
-    parser.add_argument(
-        "--autocast",
-        type=partial(arguments.dtype, names=("float16", "bfloat16")),
-        metavar="DTYPE",
-        help=f"run under torch.autocast with this dtype (bf16, fp16); {of_autocast}",
-    )
+    known, told = ("float16", "bfloat16"), f"run under torch.autocast with this dtype (bf16, fp16); {of_autocast}"
+    cast = "cast the model to this dtype (bf16, fp16, fp64, ...), and inputs that name none"
+    every = partial(arguments.dtype, names=("float32", "float64", *known))
+    parser.add_argument("--dtype", type=every, metavar="DTYPE", help=cast)
+    parser.add_argument("--autocast", type=partial(arguments.dtype, names=known), metavar="DTYPE", help=told)
 
 
 def _add_plan(commands: Any) -> None:  # argparse's subparsers, whose class is private
@@ -178,46 +171,22 @@ def _add_plan(commands: Any) -> None:  # argparse's subparsers, whose class is p
         epilog="example: memkit plan torchvision:resnet50 --input 256x3x224x224 --gpu H200 --budget 16GiB,12GiB,8GiB",
     )
     _add_model(parser, "as for `memkit profile`", "as for `memkit profile`")
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME|FILE",
-        help="H200, H100, A100-80, A100-40, L40S, RTX 4090, RTX 3090, RTX 3060, GH200, or a file of `memkit bench machine`",
-    )
+    told = "H200, H100, A100-80, A100-40, L40S, RTX 4090, RTX 3090, RTX 3060, GH200, or a file of `memkit bench machine`"
+    parser.add_argument("--gpu", metavar="NAME|FILE", help=told)
     budgets = parser.add_mutually_exclusive_group()
-    budgets.add_argument(
-        "--budget",
-        dest="budgets",
-        type=arguments.budgets,
-        metavar="B,B,...",
-        help="bytes on the GPU in all, such as 12GiB, or shares of the plain peak",
-    )
-    budgets.add_argument(
-        "--steps",
-        type=partial(arguments.whole, least=1),
-        metavar="N",
-        help="so many budgets, from the plain peak (or the GPU's memory) down to the least; default: 8",
-    )
-    parser.add_argument(
-        "--optimizer",
-        metavar="NAME",
-        help="count this optimizer's states as well, such as adamw; default: none, as before its first step",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=partial(arguments.whole, least=1),
-        metavar="N",
-        help="plan for one of N GPUs between which memkit.shard splits the model; --input is what each of them is given",
-    )
-    parser.add_argument(
-        "--offload-params",
-        action="store_true",
-        help="with --ranks: parameters, gradients and states are in the hosts' memory (offload_policy=)",
-    )
-    parser.add_argument(
-        "--batch-search",
-        action="store_true",
-        help="find the largest batch, the first size of all inputs, that fits the largest --budget, or the GPU's memory",
-    )
+    told = "bytes on the GPU in all, such as 12GiB, or shares of the plain peak"
+    budgets.add_argument("--budget", dest="budgets", type=arguments.budgets, metavar="B,B,...", help=told)
+    number = partial(arguments.whole, least=1)
+    told = "so many budgets, from the plain peak (or the GPU's memory) down to the least; default: 8"
+    budgets.add_argument("--steps", type=number, metavar="N", help=told)
+    told = "count this optimizer's states as well, such as adamw; default: none, as before its first step"
+    parser.add_argument("--optimizer", metavar="NAME", help=told)
+    told = "plan for one of N GPUs between which memkit.shard splits the model; --input is what each of them is given"
+    parser.add_argument("--ranks", type=number, metavar="N", help=told)
+    told = "with --ranks: parameters, gradients and states are in the hosts' memory (offload_policy=)"
+    parser.add_argument("--offload-params", action="store_true", help=told)
+    told = "find the largest batch, the first size of all inputs, that fits the largest --budget, or the GPU's memory"
+    parser.add_argument("--batch-search", action="store_true", help=told)
     _add_dtypes(parser, of_autocast="as CUDA's autocast would")
     _add_file(parser, "--json", "write rows and plans to FILE; - is standard output")
     _add_file(parser, "--plot", "draw time against peak into FILE (.png, .svg)")

@@ -219,8 +219,7 @@ def _callback_of(bases: tuple[type, ...]) -> type:
 
 
 def _installed() -> Any:
-    with suppress(ImportError):
-        return library(_PACKAGES[0], "MemkitLightningCallback")
-    with suppress(ImportError):
-        return library(_PACKAGES[1], "MemkitLightningCallback")
+    for package in _PACKAGES:
+        with suppress(ImportError):
+            return library(package, "MemkitLightningCallback")
     return library(_PACKAGES[0], "MemkitLightningCallback")  # whose error is the one to raise

@@ -20,8 +20,6 @@ from memkit.optimizers.shells import needs_closure, own_attributes, own_group, p
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _LARGEST_SIDES = (None, 256, 24)  # to try in turn; None for the original sizes, without data
-_LARGEST_NUMEL = 2**16
-_LONGER = 16  # a vector may be longer than a side of a matrix by this factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +142,10 @@ def _twin_of(own: Tensor, dtype: torch.dtype, most: int | None) -> nn.Parameter:
     takes_grad = dtype.is_floating_point or dtype.is_complex
     if most is None:
         return nn.Parameter(torch.empty_strided(own.size(), own.stride(), dtype=dtype, device=_META), requires_grad=takes_grad)
-    size = [min(length, most if own.dim() > 1 else _LONGER * most) for length in own.size()]
+    size = [min(length, most if own.dim() > 1 else 16 * most) for length in own.size()]
     for index in range(len(size)):
         others = max(1, math.prod(size[:index] + size[index + 1 :]))
-        size[index] = min(size[index], max(1, _LARGEST_NUMEL // others))
+        size[index] = min(size[index], max(1, 2**16 // others))
     values = torch.rand(size).to(dtype=dtype, device=_CPU if own.is_meta else own.device)
     return nn.Parameter(values, requires_grad=takes_grad)
 

@@ -25,7 +25,6 @@ from memkit.plan.step import short_name
 Report = Any
 Memory = Any
 Storage = Any
-Row = Any
 
 CATEGORIES = {
     "param": ("parameters", "the weights of the model"),
@@ -51,10 +50,7 @@ def peak_bytes_of(report: Report) -> Any:
 
 MOST_POINTS = 2000
 MOST_STORAGES = 6000  # the most storages whose lifetimes are on a page, the largest ones
-_MOST_POINTS_OF_A_PLAN = MOST_POINTS // 2
-_MOST_MODULES_OF_A_PLAN = 200
 _MOST_SHAPES = 2
-_ACTIONS = (Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE)
 
 
 def sampled(levels: Sequence[int], most: int, *, always: Iterable[int] = ()) -> list[int]:
@@ -122,8 +118,11 @@ def contents_of(report: Report, plans: Sequence[MemoryPlan] = ()) -> dict[str, A
         "categories": [{"key": key, "name": name, "meaning": meaning} for key, (name, meaning) in CATEGORIES.items()],
         "timeline": None if memory is None else timeline_of(memory),
         "unseen_bytes": 0 if memory is None else max(0, (peak_bytes_of(report) or 0) - max(memory.total_bytes)),
-        "no_timeline": "" if memory is not None else why_no_timeline(report),
-        "rows": rows_of(report.modules),
+        "no_timeline": "" if memory is not None else _NO_TIMELINE[report.run.backward],
+        "rows": [
+            [*_FIGURES(row), _shapes(row.input_shapes), _shapes(row.output_shapes), ", ".join(row.marks)]
+            for row in report.modules
+        ],
         "plans": plans_of(report, plans),
     }
 
@@ -159,22 +158,12 @@ def facts_of(report: Report) -> list[dict[str, Any]]:
     return [dict(zip(("name", "bytes", "seconds", "meaning"), fact, strict=True)) for fact in known]
 
 
-def why_no_timeline(report: Report) -> str:
-    if report.run.backward:
-        return (
-            "This report has no timeline: what runs inside compiled code cannot be seen, and reports of older versions have "
-            "none. For one, profile the model as it is before torch.compile."
-        )
-    return (
-        "This report is of a forward alone. For a timeline of the whole step, profile with "
-        "profile_memory(model, ..., backward=True), or with an optimizer."
-    )
-
-
-def rows_of(rows: Sequence[Row]) -> list[list[Any]]:
-    return [[*_FIGURES(row), _shapes(row.input_shapes), _shapes(row.output_shapes), ", ".join(row.marks)] for row in rows]
-
-
+_NO_TIMELINE = {
+    True: "This report has no timeline: what runs inside compiled code cannot be seen, and reports of older versions have "
+    "none. For one, profile the model as it is before torch.compile.",
+    False: "This report is of a forward alone. For a timeline of the whole step, profile with "
+    "profile_memory(model, ..., backward=True), or with an optimizer.",
+}
 _FIGURES = attrgetter(
     *("fqn", "type_name", "parent", "param_bytes", "activation_bytes", "self_bytes", "num_calls", "peak_bytes"),
     *("forward_s", "backward_s"),
@@ -199,7 +188,7 @@ def plans_of(report: Report, plans: Sequence[MemoryPlan]) -> dict[str, Any] | No
     first = ordered[0]
     extra_bytes = max(0, first.plain_peak_bytes - trace.peak_bytes)
     before = [trace.base_bytes + extra_bytes + live for live in trace.live_bytes]
-    places = sampled(before, _MOST_POINTS_OF_A_PLAN)
+    places = sampled(before, MOST_POINTS // 2)
     return {
         "gpu": first.gpu,
         "is_measured": first.is_measured,
@@ -217,7 +206,7 @@ def plans_of(report: Report, plans: Sequence[MemoryPlan]) -> dict[str, Any] | No
 def _plan_of(trace: StepTrace, before: Sequence[int], plan: MemoryPlan) -> dict[str, Any]:
     saved, again = under_plan(trace, plan)
     held = [level + change for level, change in zip(before, saved, strict=True)]
-    places = sampled([level + more for level, more in zip(held, again, strict=True)], _MOST_POINTS_OF_A_PLAN)
+    places = sampled([level + more for level, more in zip(held, again, strict=True)], MOST_POINTS // 2)
     return {
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.predicted_peak_bytes,
@@ -242,10 +231,10 @@ def _modules_of(plan: MemoryPlan) -> list[list[Any]]:
             found[value.module or "(model)"][value.action] += value.num_bytes
     changed = {module: sums[Action.OFFLOAD] + sums[Action.RECOMPUTE] for module, sums in found.items()}
     order = [module for module in sorted(changed, key=lambda module: -changed[module]) if changed[module]]
-    return [[module, *(found[module][action] for action in _ACTIONS)] for module in order[:_MOST_MODULES_OF_A_PLAN]]
-
-
-_SCRIPTS = ("base.js", "timeline.js", "modules.js", "plans.js", "main.js")
+    return [
+        [module, *(found[module][action] for action in (Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE))]
+        for module in order[:200]
+    ]
 
 
 def write_page(report: Report, path: str | os.PathLike[str], *, plans: Iterable[MemoryPlan] = ()) -> None:
@@ -258,7 +247,7 @@ def page_of(report: Report, *, plans: Iterable[MemoryPlan] = ()) -> str:
         "style": _asset("page.css"),
         "data": as_script_json(contents_of(report, list(plans))),
         "plotly": str(library("plotly.offline", "the page").get_plotlyjs()),
-        "script": "\n".join(map(_asset, _SCRIPTS)),
+        "script": "\n".join(map(_asset, ("base.js", "timeline.js", "modules.js", "plans.js", "main.js"))),
     }
     first, *pieces = _asset("page.html").split("{{")  # once, so that no user text counts as a placeholder
     filled = (piece.partition("}}") for piece in pieces)

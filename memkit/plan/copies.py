@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from memkit.plan.ratio import Forecast
 
 BATCH_BYTES = 2**20  # smaller copies are batched up to this size: alone they do not fill the link
-_MOST_COPIES = 64
-_MOST_WAIT = 8  # a batch waits at most this many saves to fill up
-_LEAD = 16  # a batch is fetched at least this many requests before its first use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +64,7 @@ class _Batches:
             self.close()
         self.open.append(value)
         self._open_bytes += num_bytes
-        if self._open_bytes >= BATCH_BYTES or len(self.open) == _MOST_COPIES:
+        if self._open_bytes >= BATCH_BYTES or len(self.open) == 64:
             self.close()
 
     def close(self) -> None:
@@ -96,7 +93,7 @@ def _forward(
                 opened_at = place
             batches.add(ready_value)
         is_end = place == len(saves)
-        if is_end or place - opened_at >= _MOST_WAIT:
+        if is_end or place - opened_at >= 8:
             batches.close()
         while live_bytes > limit_bytes and (released < len(batches.closed) or batches.open):
             if released == len(batches.closed):
@@ -142,7 +139,7 @@ def _backward(
             live_bytes = after_bytes
             batches.add(value)
             cursor += 1
-        if batches.open and (places[batches.open[0]] - place <= _LEAD):
+        if batches.open and (places[batches.open[0]] - place <= 16):
             batches.close()
         num_fetched.append(len(batches.closed))
     return order, batches.closed, num_fetched

@@ -124,14 +124,9 @@ class GpuSpec:
             return 0.0
         flops_per_s = self.flops_per_s.get(op.dtype) or min(self.flops_per_s.values(), default=math.inf)
         at_full_speed_s = max(op.num_bytes / self.bytes_per_s, op.flops / flops_per_s)
-        return max(self.launch_s, at_full_speed_s * self._factor(op, is_backward))
-
-    def _factor(self, op: OpWork, is_backward: bool) -> float:
-        for name in (op.name.rpartition(".")[0], op.kind.value):
-            for key in (f"{name}_backward", name) if is_backward else (name,):
-                if key in self.factors:
-                    return self.factors[key]
-        return 1.0
+        names = (op.name.rpartition(".")[0], op.kind.value)
+        keys = (key for name in names for key in ((f"{name}_backward", name) if is_backward else (name,)))
+        return max(self.launch_s, at_full_speed_s * next((self.factors[key] for key in keys if key in self.factors), 1.0))
 
     def to_json(self) -> str:
         """Return the spec as JSON, for `from_json`."""

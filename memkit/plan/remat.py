@@ -296,6 +296,10 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
     return order, peaks
 
 
+_MOST_WORK = 100_000  # the most ops, saves and requests to simulate for the smallest step
+_EXCHANGED = 15_000  # and for exchanges
+
+
 class Walks:
     """Simulated steps that drop prefixes of their drop order, or all that they may, under the limit of a `Walk`."""
 
@@ -361,7 +365,7 @@ class Walks:
             for anchors in self._held_within(limit_bytes)[-2 if self.is_large else 0 :]:
                 self.walk(self.step.dropped, limit_bytes, anchors)
             limit_bytes *= step_down
-        most_work, found = self._work + 100_000, math.inf
+        most_work, found = self._work + _MOST_WORK, math.inf
         while self.least().peak_bytes < found and self._work < most_work:  # without it the smallest takes up to 4 % more
             found = self.least().peak_bytes
             self.explore(found - 1)
@@ -411,7 +415,7 @@ class Walks:
         best = min(self.found, key=rank)
         dropped = best.dropped
         moves = chain.from_iterable(combinations(free, num_values) for num_values in (1, 2, 3))
-        for move in islice(moves, min(120, 15_000 // (self._num_events + 1))):
+        for move in islice(moves, min(120, _EXCHANGED // (self._num_events + 1))):
             most_s = best.replayed_s if best.peak_bytes <= limit_bytes else 2 * best.replayed_s
             found = self.walk(dropped.symmetric_difference(move), limit_bytes, best.anchors, most_s=most_s)
             if rank(found) < rank(best):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
@@ -215,7 +215,7 @@ def plan_streamed_ratio(
     ratio = check_ratio(ratio, where="offload_ratio")
     wanted_bytes = ratio * sum(layer.num_bytes for layer in layers) * (1 - 1e-9)  # 0.1 is a little more than a tenth
     choices = [choice for choice in _even_choices(layers, num_slots) if choice.streamed_bytes >= wanted_bytes]
-    return _plan(layers, _fewest_streamed(choices), link_bytes_per_s)
+    return _plan(layers, min(choices, key=lambda choice: (choice.streamed_bytes, choice)), link_bytes_per_s)
 
 
 def plan_resident(
@@ -242,7 +242,7 @@ def plan_budget(
         choices = _even_choices(layers, fewer_slots)
         fitting = [choice for choice in choices if choice.device_bytes + state_bytes <= budget_bytes]
         if fitting:
-            return _plan(layers, _fewest_streamed(fitting), link_bytes_per_s)
+            return _plan(layers, min(fitting, key=lambda choice: (choice.streamed_bytes, choice)), link_bytes_per_s)
     least_bytes = min(choices).device_bytes + state_bytes
     largest = max(layers, key=lambda layer: layer.num_bytes)
     others = "" if min(choices).device_bytes == largest.num_bytes else ", and one for each other size of layer"
@@ -306,10 +306,6 @@ def _even_choices(layers: Sequence[LayerCosts], num_slots: int) -> list[_Choice]
             )
         )
     return choices
-
-
-def _fewest_streamed(choices: Iterable[_Choice]) -> _Choice:
-    return min(choices, key=lambda choice: (choice.streamed_bytes, choice))
 
 
 def _even_counts(lengths: Sequence[int]) -> list[tuple[int, ...]]:

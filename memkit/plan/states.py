@@ -222,6 +222,7 @@ def _on_disk(piece: StatePiece) -> StatePiece:
 
 
 PIECE_BYTES = 64 * 2**20  # a copy of this size reaches the link's full speed
+_LARGEST_PIECE_BYTES = 168 * 2**20  # with four slots, and the undo copy of a failed step, less than a GiB
 WINDOW_NUMEL = 2**16  # windows begin at multiples of this, as blocks of kernels over lists of tensors do, and so are aligned
 
 
@@ -344,7 +345,7 @@ def plan_states(
     # Of pieces stepped on the host only gradients are copied; and between pieces the stepping thread waits for the interpreter.
     usual = 2 * PIECE_BYTES if update == "host" and not (apart or has_disk) else PIECE_BYTES
     whole = sum(cost.state_bytes for cost in costs)
-    most = min(max(usual, whole // 128), max(usual, 168 * 2**20))  # with four slots and an undo copy, less than a GiB
+    most = min(max(usual, whole // 128), max(usual, _LARGEST_PIECE_BYTES))
     most = min(most, max(1, whole // 16))  # of small models there are so many pieces, so that copies and steps overlap
     groups, num_bytes = list[list[int]](), 0
     for index, cost in enumerate(costs):

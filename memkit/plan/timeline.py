@@ -16,22 +16,19 @@ class Lane(IntEnum):
 class Timeline:
     """A step in progress: its moments are in seconds as if it waited for nothing; each wait of compute delays later ones."""
 
-    __slots__ = ("_free_s", "late_s")
+    __slots__ = ("free_s", "late_s")
 
     def __init__(self) -> None:
         self.late_s = 0.0
-        self._free_s = [0.0] * len(Lane)
+        self.free_s = [0.0] * len(Lane)
 
     def now_s(self, moment_s: float) -> float:
         return moment_s + self.late_s
 
     def issue(self, lane: Lane, seconds: float, *, after_s: float = 0.0, latency_s: float = 0.0) -> float:
         """Put work on a lane, not to begin before `after_s`; return when it ends."""
-        end_s = self._free_s[lane] = max(self._free_s[lane], after_s) + latency_s + seconds
+        end_s = self.free_s[lane] = max(self.free_s[lane], after_s) + latency_s + seconds
         return end_s
-
-    def free_s(self, lane: Lane) -> float:
-        return self._free_s[lane]
 
     def wait(self, moment_s: float, until_s: float) -> float:
         """Let compute wait at a moment until a time; return the seconds waited."""

@@ -163,7 +163,7 @@ class CallStack:
     """The open calls, innermost last; modules under a compiled one are not hooked: their calls happen inside compiled code."""
 
     def __init__(self, tree: ModuleTree, gauge: Gauge) -> None:
-        self._tree = tree
+        self._tree, self.outside = tree, tree.outside
         self._gauge = gauge
         self._open: list[int] = []
         self._hooked: set[int] = set()
@@ -186,10 +186,6 @@ class CallStack:
     @property
     def row(self) -> str:
         return self._tree.fqn(self.current)
-
-    @property
-    def outside(self) -> int:
-        return self._tree.outside
 
     def explain(self, error: BaseException) -> tuple[str, str]:
         """Return the module that raised an exception in words, and the shape that it needs, if it was given another."""

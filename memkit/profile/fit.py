@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 _ALONE = {Action.RECOMPUTE: ("memkit.Rematerialize", "recomputing"), Action.OFFLOAD: ("memkit.CPUOffload", "offloading")}
 _STATES = "memkit.StateOffload(optimizer)"
 _CLOSE = 0.9  # a step that takes more of the memory than this may not fit: workspaces and fragmentation come on top
-_MOSTLY = 0.5
-_LEAST_STAYING_BYTES = 2**28  # fewer bytes of states that could stay are not mentioned: a piece of them has up to 168 MiB
 
 DEFAULT_GPU = "H200"
 
@@ -111,8 +109,8 @@ class Fit:
         best = f"This would fit in {budget} with {found.feature}, about {said} ({self._predicted()})."
         best += self._moved(found)
         others = [feature for feature in self.features if feature is not found]
-        able = [f"{_alone(other)} {self._times(other):.2f} times" for other in others if other.step_s is not None]
-        unable = [f"{_alone(other)} does not reach it" for other in others if other.step_s is None]
+        able = [f"{it.how} alone ({it.feature}) {self._times(it):.2f} times" for it in others if it.step_s is not None]
+        unable = [f"{it.how} alone ({it.feature}) does not reach it" for it in others if it.step_s is None]
         return " ".join([best, *([f"By comparison: {', '.join([*able, *unable])}."] if others else [])])
 
     def _too_small(self, budget: str) -> str:
@@ -124,7 +122,7 @@ class Fit:
             f"This does not fit in {budget}: the least that memkit.MemoryBudget can keep to is "
             f"{_size(alone.least_bytes, up=True)}{also} ({self._predicted()})."
         )
-        if static > _MOSTLY * alone.least_bytes:
+        if static > 0.5 * alone.least_bytes:
             return (
                 f"{said} {_size(static)} are parameters, gradients, optimizer states and inputs: memkit.LayerOffload streams "
                 "weights from host memory; a smaller dtype or LoRA makes all of them smaller."
@@ -136,7 +134,7 @@ class Fit:
             return ""
         seconds = "" if self.link_bytes_per_s is None else f", {feature.link_bytes / self.link_bytes_per_s:.2g} s of its link"
         spare_bytes = int(_CLOSE * self.budget_bytes) - (feature.peak_bytes or 0)
-        may_stay = spare_bytes >= _LEAST_STAYING_BYTES and feature.least_bytes == feature.peak_bytes
+        may_stay = spare_bytes >= 2**28 and feature.least_bytes == feature.peak_bytes
         return (
             f" Each step of the optimizer moves {_size(feature.link_bytes)} of states to the GPU and back{seconds}; "
             f"{_size(feature.room_bytes, up=True)} of the GPU are room for those on their way."
@@ -149,10 +147,6 @@ class Fit:
 
     def _times(self, feature: FeatureFit) -> float:
         return (feature.step_s or 0.0) / self.plain_s if self.plain_s else 1.0
-
-
-def _alone(feature: FeatureFit) -> str:
-    return f"{feature.how} alone ({feature.feature})"
 
 
 def _budget(written: str) -> str:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from memkit.profile.tree import Shapes
 
 
-_LEAST_SHARE = 0.005  # categories below this share of the peak are summed up
 _UNSEEN = "other tensors, workspaces and rounding"
 _NEEDS_STEP = "what is alive at the peak of the step is known of a profile with backward=True (--backward)"
 _NEEDS_EAGER = "what is alive at the peak cannot be told, since torch.compile runs a part of the model; profile it before that"
@@ -38,7 +37,7 @@ def peak_words(report: MemoryReport) -> str | None:
         return (
             None if memory is not None else f"The step takes {peak_bytes / unit_bytes:.1f} {unit} at its peak; {_NEEDS_EAGER}."
         )
-    shown, rest, least = [], peak_bytes, max(_LEAST_SHARE * peak_bytes, 0.05 * unit_bytes)  # less would print as 0.0
+    shown, rest, least = [], peak_bytes, max(0.005 * peak_bytes, 0.05 * unit_bytes)  # less would print as 0.0
     for category, num_bytes in memory.category_bytes(memory.peak).items():
         if num_bytes >= least:
             shown.append(f"{CATEGORIES[category.value][0]} {num_bytes / unit_bytes:.1f}")
@@ -102,14 +101,8 @@ def _one_name(distinct: Sequence[str]) -> str:
         numbers = sorted({int(part) for part in column if part.isdecimal()})
         is_run = len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1
         some = f"[{numbers[0]}-{numbers[-1]}]" if is_run else f"[{','.join(map(str, numbers))}]"
-        parts.append(column[0] if len(set(column)) == 1 else some if len(numbers) <= _MOST_NUMBERS or is_run else "*")
+        parts.append(column[0] if len(set(column)) == 1 else some if len(numbers) <= 4 or is_run else "*")
     return f"{'.'.join(parts)} (x{len(distinct)})"
-
-
-_MOST_NUMBERS = 4
-
-
-_MAX_SHAPES = 2
 
 
 class _Column(NamedTuple):
@@ -128,14 +121,10 @@ def _ms(seconds: float | None) -> str:
 
 
 def _shapes(shapes: Shapes, num_kinds: int = 1) -> str:
-    shown = [f"({', '.join(map(str, shape))})" for shape in shapes[:_MAX_SHAPES]]
+    shown = [f"({', '.join(map(str, shape))})" for shape in shapes[:2]]
     more = len(shapes) - len(shown)
     kinds = f" x{num_kinds} kinds" if num_kinds > 1 else ""
     return (", ".join(shown) + (f" +{more}" if more else "") or "-") + kinds
-
-
-def _name(row: ModuleRecord, report: MemoryReport) -> str:
-    return f"{row.fqn} [{', '.join(row.marks)}]" if row.marks else row.fqn
 
 
 def _share(row: ModuleRecord, report: MemoryReport) -> str:
@@ -143,7 +132,7 @@ def _share(row: ModuleRecord, report: MemoryReport) -> str:
 
 
 _COLUMNS = {
-    "name": _Column("module name", _name, right=False),
+    "name": _Column("module name", lambda row, _: row.fqn + f" [{', '.join(row.marks)}]" * bool(row.marks), right=False),
     "type": _Column("type", lambda row, _: row.type_name or "-", right=False, goes=2),
     "params": _Column("parameter size (MiB)", lambda row, _: _mib(row.param_bytes)),
     "host": _Column("of it on the host (MiB)", lambda row, _: _mib(row.host_param_bytes or None), goes=LAST + 2),
@@ -405,13 +394,12 @@ class Comparison:
             return f"The {peak.name} is not known of both."
         sizes = f"{peak.before / unit_bytes:.2f} to {peak.after / unit_bytes:.2f} {unit}"
         took = "" if time is None or time.change is None else f"; forward and backward take {1 + time.change:.2f} times as long"
-        if abs(peak.change) < _NO_CHANGE:
+        if abs(peak.change) < 0.005:
             return f"It made no difference: the {peak.name} went from {sizes}{took}."
         less = f"{100 * abs(peak.change):.0f} % {'less' if peak.change < 0 else 'more'}"
         return f"It {'helped' if self.helped else 'did not help'}: the {peak.name} went from {sizes}, {less}{took}."
 
 
-_NO_CHANGE = 0.005
 _TIME = "forward and backward"
 _PEAK = "peak of the step"
 

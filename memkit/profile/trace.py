@@ -43,7 +43,6 @@ _KINDS = (  # the first that matches
     (OpKind.NORM, re.compile(r"(batch|layer|group|instance|rms)_norm")),
     (OpKind.POOL, re.compile(r"_pool\d?d|max_pool|avg_pool")),
 )
-_FEW_CHANNELS = 3
 _UNFILLED = re.compile(r"^(new_)?empty")
 _SPARSE_READERS = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss2d_forward"})
 """Ops that read at most as many bytes of their first argument as they write."""
@@ -53,7 +52,7 @@ def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs
     """Return the work of an op that has run, each storage counted once: of several views the largest."""
     name = str(torch_private.schema_of(op).name).rpartition("::")[2]
     given, made = [*tensors_in(args), *tensors_in(list(kwargs.values()))], list(tensors_in(outputs))
-    has_few_channels = name == "convolution" and given[0].dim() > 2 and given[0].shape[1] <= _FEW_CHANNELS
+    has_few_channels = name == "convolution" and given[0].dim() > 2 and given[0].shape[1] <= 3
     floating = (tensor.dtype for tensor in given or made if tensor.is_floating_point() or tensor.is_complex())
     other = (given or made)[0].dtype if given or made else torch.get_default_dtype()
     return OpWork(

@@ -393,11 +393,7 @@ class Watch(Mode):
             log.follow(step, tree, self.stack, self._casts)
         self._names = step.names_of_storages()
         self.written: dict[str, None] = {}  # the parameters and inputs that were written to in place
-        self.marked: dict[Mark, set[int]] = {
-            Mark.CHECKPOINTED: set(),
-            Mark.OTHER_HOOKS: set(),  # modules that ran ops under innermost saved-tensor hooks of others, not a checkpoint's
-            Mark.BACKEND_DEPENDENT: set(),
-        }
+        self.marked = {mark: set[int]() for mark in (Mark.CHECKPOINTED, Mark.OTHER_HOOKS, Mark.BACKEND_DEPENDENT)}
         self.forward_peak_bytes: int | None = None
         self.backward_peak_bytes: int | None = None
 

@@ -314,7 +314,7 @@ class _Run:
                 now_s = end_s
             levels[point] -= gone_bytes
         self.leaving = [*(index for _, index in copied), *(index for _, index in on_lane)]
-        self._free_s = timeline.free_s(Lane.OUT)
+        self._free_s = timeline.free_s[Lane.OUT]
 
     def _replay_all(self, asked: list[int]) -> None:
         problem, values, lineage = self.problem, self.values, self.problem.lineage

@@ -88,7 +88,7 @@ class MetaTwins:
 
 
 def _is_small_integer(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MAX_CONSTANT_NUMEL
+    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= 2**20
 
 
 class TargetOps(Mode):
@@ -128,7 +128,7 @@ class TargetOps(Mode):
         unknown = any(storage_key(storage) in self._unknown for storage in unique_storages(inputs).values())
         if unknown and op in _READS:
             raise RuntimeError("the value depends on a meta tensor")
-        on_host = self._target == "cuda" and (op is _LIFT or all(map(self._is_on_host, inputs)))
+        on_host = self._target == "cuda" and (op is torch.ops.aten.lift_fresh.default or all(map(self._is_on_host, inputs)))
         asks_for_target = kwargs.get("device") is not None and torch.device(kwargs["device"]) == META
         if op in _MOVES and asks_for_target and not on_host and not unknown and torch_private.backward_task() == -1:
             output = _moved(op, inputs[0], kwargs)
@@ -163,7 +163,6 @@ def _moved(op: OpOverload, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
 
 
 _MOVES = torch_private.known("to_copy")
-_LIFT = torch.ops.aten.lift_fresh.default  # the last step of torch.tensor
 # Operations whose result, or its shape, is known to Python.
 _READS = frozenset(
     {
@@ -174,8 +173,6 @@ _READS = frozenset(
         torch.ops.aten.unique_consecutive.default,
     }
 )
-
-_MAX_CONSTANT_NUMEL = 2**20
 
 
 def run_without_data(step: ProfiledStep, target: str, context: AbstractContextManager[Any]) -> None:
