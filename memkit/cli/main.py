@@ -124,7 +124,21 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure this machine, for `memkit plan`")
     benches = bench.add_subparsers(title="benches", required=True, metavar="BENCH")
-    _add_bench_machine(benches)
+    machine = benches.add_parser(
+        "machine",
+        help="measure this machine's GPU, link and host, for `memkit plan --gpu FILE`",
+        description="Measure what this machine can do: the GPU's memory, matrix products, copies from and to it, optimizer "
+        "updates on the host's cores, reads and writes of a disk.",
+        epilog="example: memkit bench machine --save my_gpu.json",
+    )
+    _add_file(machine, "--save", "write what was measured to FILE")
+    machine.add_argument(
+        "--device", default="cuda", metavar="DEVICE", help='which; default: cuda. "cpu" rehearses on memkit\'s reference device'
+    )
+    machine.add_argument(
+        "--disk", type=Path, metavar="DIR", help="measure the disk of this directory, too; takes 2.2 GiB there"
+    )
+    machine.set_defaults(command="bench_machine")
     for command in (*(it for it in commands.choices.values() if it is not bench), *benches.choices.values()):
         command.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     return parser
@@ -192,22 +206,6 @@ def _add_plan(commands: Any) -> None:  # argparse's subparsers, whose class is p
     _add_file(parser, "--plot", "draw time against peak into FILE (.png, .svg)")
     _add_file(parser, "--html", "draw the step, and each plan before and after, on a page for any browser")
     parser.set_defaults(command="plan", needs_gpu=True)
-
-
-def _add_bench_machine(benches: Any) -> None:
-    parser = benches.add_parser(
-        "machine",
-        help="measure this machine's GPU, link and host, for `memkit plan --gpu FILE`",
-        description="Measure what this machine can do: the GPU's memory, matrix products, copies from and to it, optimizer "
-        "updates on the host's cores, reads and writes of a disk.",
-        epilog="example: memkit bench machine --save my_gpu.json",
-    )
-    _add_file(parser, "--save", "write what was measured to FILE")
-    parser.add_argument(
-        "--device", default="cuda", metavar="DEVICE", help='which; default: cuda. "cpu" rehearses on memkit\'s reference device'
-    )
-    parser.add_argument("--disk", type=Path, metavar="DIR", help="measure the disk of this directory, too; takes 2.2 GiB there")
-    parser.set_defaults(command="bench_machine")
 
 
 def _add_answers(parser: argparse.ArgumentParser) -> None:

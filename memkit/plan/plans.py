@@ -119,38 +119,35 @@ class _Explained:
             depth: how many parts of module names are told apart: by default all, 0 for none.
         """
         values, totals = self._told()
+        groups: dict[tuple[str, ...], list[PlannedValue]] = {}
+        for value in values:
+            module = ".".join(value.module.split(".")[:depth]) if depth is not None else value.module
+            op = () if depth is not None else (value.op,)
+            action = f"hold, {value.action.value}" if value.is_anchor else value.action.value
+            groups.setdefault((module, *op, action, value.reason), []).append(value)
+        columns: dict[str, list[object]] = {}
+        for (*names, action, reason), group in groups.items():
+            row = dict(zip(("module", "op"), (name or "-" for name in names), strict=False))
+            cells = {
+                **row,
+                "action": action,
+                "values": len(group),
+                "size": format_bytes(sum(value.num_bytes for value in group)),
+                "again (ms)": _milliseconds(sum(value.cost_s for value in group)),
+                "link (ms)": _milliseconds(sum(value.link_s for value in group)),
+                "why": reason,
+            }
+            for name, cell in cells.items():
+                columns.setdefault(name, []).append(cell)
+        if not any(columns.get("link (ms)", ())):
+            columns.pop("link (ms)", None)
+        aligned = ["right" if name in ("values", "size", "again (ms)", "link (ms)") else "left" for name in columns]
+        table = tabulate(columns, headers="keys", colalign=aligned, disable_numparse=True)
         shares = (
             f"kept: {format_bytes(self.kept_bytes)}, offloaded: {format_bytes(self.offload_bytes)}, "
             f"recomputed: {format_bytes(self.recompute_bytes)}"
         )
-        return "\n".join([_table_of(values, depth), shares, *totals])
-
-
-def _table_of(values: Sequence[PlannedValue], depth: int | None) -> str:
-    groups: dict[tuple[str, ...], list[PlannedValue]] = {}
-    for value in values:
-        module = ".".join(value.module.split(".")[:depth]) if depth is not None else value.module
-        op = () if depth is not None else (value.op,)
-        action = f"hold, {value.action.value}" if value.is_anchor else value.action.value
-        groups.setdefault((module, *op, action, value.reason), []).append(value)
-    columns: dict[str, list[object]] = {}
-    for (*names, action, reason), group in groups.items():
-        row = dict(zip(("module", "op"), (name or "-" for name in names), strict=False))
-        cells = {
-            **row,
-            "action": action,
-            "values": len(group),
-            "size": format_bytes(sum(value.num_bytes for value in group)),
-            "again (ms)": _milliseconds(sum(value.cost_s for value in group)),
-            "link (ms)": _milliseconds(sum(value.link_s for value in group)),
-            "why": reason,
-        }
-        for name, cell in cells.items():
-            columns.setdefault(name, []).append(cell)
-    if not any(columns.get("link (ms)", ())):
-        columns.pop("link (ms)", None)
-    aligned = ["right" if name in ("values", "size", "again (ms)", "link (ms)") else "left" for name in columns]
-    return tabulate(columns, headers="keys", colalign=aligned, disable_numparse=True)
+        return "\n".join([table, shares, *totals])
 
 
 def _milliseconds(seconds: float) -> str:

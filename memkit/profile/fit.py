@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memkit.core.sizes import unit_of
 from memkit.errors import BudgetInfeasible
@@ -231,10 +231,6 @@ def _feature(planner: JointPlanner, feature: str, how: str, budget_bytes: int) -
     except BudgetInfeasible:
         return FeatureFit(feature=feature, how=how, peak_bytes=None, step_s=None, least_bytes=least_bytes)
     return FeatureFit(feature=feature, how=how, peak_bytes=found.peak_bytes, step_s=found.seconds, least_bytes=least_bytes)
-
-
-def fit_from(content: Mapping[str, Any]) -> Fit:
-    return Fit(**{**content, "features": tuple(FeatureFit(**feature) for feature in content["features"])})
 
 
 def _written(num_bytes: int) -> str:

@@ -104,8 +104,7 @@ class Shards:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.groups[0].device
-        return device
+        return torch.device(self.groups[0].device)
 
     @property
     def on_host(self) -> tuple[Tensor, ...]:

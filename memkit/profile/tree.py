@@ -63,7 +63,44 @@ class ModuleTree:
     """The modules in `model`, each once, parents before children; `outside` is the row for work outside of any module."""
 
     def __init__(self, model: nn.Module, streamed: StreamedWeights = NOTHING_STREAMED) -> None:
-        self.nodes = _nodes_of(model, streamed)
+        on_host, layers = unique_storages(streamed.parameters), {id(layer) for layer in streamed.layers}
+        sharded = {id(module) for module in fsdp_modules([model])}
+        num_names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+        index_of: dict[str, int] = {}
+        owned: set[int] = set()
+        nodes = self.nodes = list[ModuleNode]()
+        for fqn, module in model.named_modules():
+            parent = index_of[fqn.rpartition(".")[0]] if fqn else None
+            self_param_bytes = self_host_param_bytes = 0
+            for param in module.parameters(recurse=False):
+                for storage in storages_of(param):
+                    if storage_key(storage) not in owned:
+                        owned.add(storage_key(storage))
+                        self_param_bytes += storage.nbytes()
+                        self_host_param_bytes += storage.nbytes() if storage_key(storage) in on_host else 0
+            num_aliases = num_names[id(module)] - 1
+            inside_compiled = parent is not None and nodes[parent].compiled
+            compiled = inside_compiled or _hides_calls(module)
+            marks = [f"+{num_aliases} alias" + "es" * (num_aliases > 1)] if num_aliases else []
+            if id(module) in layers:
+                marks.append(Mark.STREAMED.value)
+            if id(module) in sharded:
+                marks.append(Mark.SHARDED.value)
+            if compiled and not inside_compiled:
+                marks.append(Mark.COMPILED.value)
+            index_of[fqn] = len(nodes)
+            nodes.append(
+                ModuleNode(
+                    fqn=fqn,
+                    module=module,
+                    parent=parent,
+                    depth=0 if parent is None else nodes[parent].depth + 1,
+                    self_param_bytes=self_param_bytes,
+                    self_host_param_bytes=self_host_param_bytes,
+                    marks=tuple(marks),
+                    compiled=compiled,
+                )
+            )
         self.outside = len(self.nodes)
         self._fqns = [node.fqn or ROOT_NAME for node in self.nodes] + [OUTSIDE_NAME]
 
@@ -109,48 +146,6 @@ def children_of(parents: Sequence[int | None]) -> list[list[int]]:
         if parent is not None:
             children[parent].append(index)
     return children
-
-
-def _nodes_of(model: nn.Module, streamed: StreamedWeights) -> list[ModuleNode]:
-    on_host, layers = unique_storages(streamed.parameters), {id(layer) for layer in streamed.layers}
-    sharded = {id(module) for module in fsdp_modules([model])}
-    num_names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    index_of: dict[str, int] = {}
-    owned: set[int] = set()
-    nodes: list[ModuleNode] = []
-    for fqn, module in model.named_modules():
-        parent = index_of[fqn.rpartition(".")[0]] if fqn else None
-        self_param_bytes = self_host_param_bytes = 0
-        for param in module.parameters(recurse=False):
-            for storage in storages_of(param):
-                if storage_key(storage) not in owned:
-                    owned.add(storage_key(storage))
-                    self_param_bytes += storage.nbytes()
-                    self_host_param_bytes += storage.nbytes() if storage_key(storage) in on_host else 0
-        num_aliases = num_names[id(module)] - 1
-        inside_compiled = parent is not None and nodes[parent].compiled
-        compiled = inside_compiled or _hides_calls(module)
-        marks = [f"+{num_aliases} alias" + "es" * (num_aliases > 1)] if num_aliases else []
-        if id(module) in layers:
-            marks.append(Mark.STREAMED.value)
-        if id(module) in sharded:
-            marks.append(Mark.SHARDED.value)
-        if compiled and not inside_compiled:
-            marks.append(Mark.COMPILED.value)
-        index_of[fqn] = len(nodes)
-        nodes.append(
-            ModuleNode(
-                fqn=fqn,
-                module=module,
-                parent=parent,
-                depth=0 if parent is None else nodes[parent].depth + 1,
-                self_param_bytes=self_param_bytes,
-                self_host_param_bytes=self_host_param_bytes,
-                marks=tuple(marks),
-                compiled=compiled,
-            )
-        )
-    return nodes
 
 
 class Signatures:

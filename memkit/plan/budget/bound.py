@@ -55,17 +55,6 @@ def find_bound(
     return Bound(budget_bytes, max(problem.plain_s, seconds * (1 - _TOLERANCE)), seconds_per_byte * (1 - _TOLERANCE))
 
 
-def first_needs(problem: Problem) -> dict[int, int]:
-    """Return for each anchor the first slot at which anything that is made from it may be asked for."""
-    lineage = problem.lineage
-    first = {held.value: held.use for held in problem.values if not held.is_anchor}
-    for op in range(len(lineage.ins) - 1, -1, -1):
-        soonest = min((first.get(made, problem.num_slots) for made in lineage.outs[op]), default=problem.num_slots)
-        for source in lineage.ins[op]:
-            first[source] = min(first.get(source, problem.num_slots), soonest)
-    return {held.value: first.get(held.value, problem.num_slots) for held in problem.values if held.is_anchor}
-
-
 class _Program:
     """The rows and columns, in MiB and milliseconds."""
 
@@ -75,12 +64,20 @@ class _Program:
         self.costs: list[float] = []
         self.rows: list[tuple[Row, float]] = []
         self.equal: list[tuple[Row, float]] = []
-        needs = first_needs(problem)
+        needs = {held.value: held.use for held in problem.values if not held.is_anchor}
+        """Of each value the first slot at which anything that is made from it may be asked for."""
+        for op in range(len(problem.lineage.ins) - 1, -1, -1):
+            made = problem.lineage.outs[op]
+            soonest = min((needs.get(value, problem.num_slots) for value in made), default=problem.num_slots)
+            for source in problem.lineage.ins[op]:
+                needs[source] = min(needs.get(source, problem.num_slots), soonest)
         self.turn = [*problem.points, problem.num_slots][problem.num_forward_points]
         self.gaps: list[tuple[int, int]] = []  # from where to where a value need not be on the device
         for held in problem.values:
             begin = held.released if held.is_anchor else max(held.released, held.saved)
-            self.gaps.append((begin, max(needs[held.value] if held.is_anchor else min(held.use, held.freed), begin)))
+            self.gaps.append(
+                (begin, max(needs.get(held.value, problem.num_slots) if held.is_anchor else min(held.use, held.freed), begin))
+            )
         self.leaves = [
             self._column(1.0 if allowed >= {Action.OFFLOAD} and Action.OFFLOAD in held.choices else 0.0)
             for held in problem.values

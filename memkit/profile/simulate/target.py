@@ -239,7 +239,7 @@ _NORMALIZATIONS: dict[str, dict[OpOverload, tuple[int, ...]]] = {
 
 
 Outputs = Any  # a tensor, or several
-Fix = Callable[..., Outputs]
+Operation = Callable[..., Outputs]
 
 
 def run_as_on(target: str, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Outputs]) -> Outputs:
@@ -367,7 +367,7 @@ _CLASSES_AT: dict[OpOverload, int] = {_aten.nll_loss_forward.default: 1, _aten.n
 _FORMATTED = ["max_unpool2d", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "roll"]
 _FORMATTED += [f"{way}_pad{dims}d" for way in ("reflection", "replication") for dims in (2, 3)]
 _KEEP_THE_FORMAT = [getattr(_aten, name).default for name in _FORMATTED]  # on the CPU
-_RULES: dict[str, dict[OpOverload, Fix]] = {
+_RULES: dict[str, dict[OpOverload, Operation]] = {
     "cpu": {
         _aten.convolution.default: _convolution_cpu,
         _aten.native_batch_norm.default: _batch_norm_cpu,
@@ -386,8 +386,6 @@ _RULES: dict[str, dict[OpOverload, Fix]] = {
         **dict.fromkeys(_KEEP_THE_FORMAT, _contiguous),
     },
 }
-
-Operation = Callable[..., Any]
 
 # What these save is decided inside cuDNN, MIOpen or oneDNN.
 BACKEND_DEPENDENT = frozenset(
