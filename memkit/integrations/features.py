@@ -84,8 +84,7 @@ class Features:
                     "trainer that model"
                 )
 
-    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, looks_ahead: bool = True) -> None:
-        """Attach the contexts to a model; with `looks_ahead=False` it never runs without data."""
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.end_contexts()
         for attachment in _begun.pop(model, []):
             attachment.remove()
@@ -94,7 +93,7 @@ class Features:
             for context in self.contexts:
                 if isinstance(context, MemoryBudget):
                     known = own if isinstance(own, torch.optim.Optimizer) else None
-                    context = context.told(optimizer=known, look_ahead=looks_ahead)
+                    context = context.told(optimizer=known)
                 self._attached.append(attach(model, context))
         except BaseException:
             self.end()

@@ -101,7 +101,7 @@ class LightningFeatures:
                 f"(manual optimization). Pass its name: module={_names_of(pl_module)}"
             )
         self._step = _Step(pl_module)
-        self._features.begin(self._step, optimizer, looks_ahead=False)  # a step without data would log as well
+        self._features.begin(self._step, optimizer)
         self._step.put()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

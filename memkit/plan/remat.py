@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import accumulate, chain, combinations, islice
@@ -132,6 +132,9 @@ class _Simulation:
                 if root not in self._present:
                     self.live_bytes += self._step.retained_bytes.get(root, 0)
         return True
+
+    def drop_call(self, needed: Container[int]) -> bool:
+        return False
 
     def run(self, op: int, in_place: Collection[int]) -> None:
         if self._walk.num_replayed_ops > self._most_ops or self._walk.replayed_s > self._most_s:

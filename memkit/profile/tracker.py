@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from memkit.profile.watch import Watch
 
 _Value = TypeVar("_Value")
-_REPLICATED = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _logger = logging.getLogger("memkit.profile")
 
 
@@ -163,8 +162,11 @@ def profile_memory(
         if not torch.is_grad_enabled():
             raise ProfileError("grad mode is off, so autograd saves nothing; call profile_memory outside of torch.no_grad()")
         own.check_surroundings()
-        if trace is True or is_fitted or str(device).startswith("meta"):
-            _refuse_sharded(own)
+        if (trace is True or is_fitted or str(device).startswith("meta")) and fsdp_modules(own.modules()):
+            raise ProfileError(
+                "the model is sharded by fully_shard, and what ranks send each other needs data; found "
+                f'device="meta", trace=True, fit= or gpu=. Leave that out, or profile the model before sharding: {INSTEAD}'
+            )
         sharded = find_shards(own.modules())
         _check_model(own)
         streamed = StreamedWeights(parameters=sharded.on_host) if sharded else find_streamed(own.modules())
@@ -231,19 +233,6 @@ def _gpu_named(device_name: str) -> GpuSpec | None:
     """Return the known GPU with a driver's name, such as "NVIDIA H100 80GB HBM3"."""
     names = [name for name in GPUS if re.search(rf"\b{re.escape(name.partition('-')[0])}\b", device_name)]
     return GPUS[max(names, key=len)] if names else None
-
-
-def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: str, min_bytes: int) -> StepTrace:
-    """Return the trace of a module call and of a backward from all of its outputs."""
-    step = ProfiledStep(model=model, args=args, kwargs=kwargs, loss_fn=None, backward=True)
-    step.check_surroundings()
-    _check_model(step)
-    _refuse_sharded(step)
-    if any(isinstance(module, _REPLICATED) for module in model.modules()):
-        raise ProfileError("the model, or a part of it, is replicated, and its forward speaks to the other replicas")
-    step = replace(step, streamed=find_streamed(step.modules()))
-    _check_gradients_without_data(step)
-    return _traced(step, ModuleTree(step.model, step.streamed), target, max(1, min_bytes))[0]
 
 
 def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
@@ -355,7 +344,11 @@ def _check_model(step: ProfiledStep) -> None:
 
 def _run_device(step: ProfiledStep, asked: str | torch.device | Device | None) -> torch.device:
     if asked is not None and str(asked) in ("meta", "meta:0"):
-        _check_gradients_without_data(step)
+        if step.backward and any(parameter.requires_grad for parameter in step.streamed.parameters):
+            raise ProfileError(
+                'device="meta" cannot follow gradients that LayerOffload takes to host memory (train="host"): the peak of the '
+                "backward would be wrong. Profile where the model is, or with backward=False, or before LayerOffload is made"
+            )
         return META
     model_devices = {tensor.device for tensor in step.device_tensors()} | {slot.device for slot in step.streamed.slots}
     input_devices = {tensor.device for tensor in step.input_tensors() if tensor.dim() or tensor.device.type != "cpu"}
@@ -381,22 +374,6 @@ def _run_device(step: ProfiledStep, asked: str | torch.device | Device | None) -
                 "move model and inputs there first"
             )
     return found
-
-
-def _refuse_sharded(step: ProfiledStep) -> None:
-    if fsdp_modules(step.modules()):
-        raise ProfileError(
-            'the model is sharded by fully_shard, and what ranks send each other needs data; found device="meta", trace=True, '
-            f"fit= or gpu=. Leave that out, or profile the model before sharding: {INSTEAD}"
-        )
-
-
-def _check_gradients_without_data(step: ProfiledStep) -> None:
-    if step.backward and any(parameter.requires_grad for parameter in step.streamed.parameters):
-        raise ProfileError(
-            'device="meta" cannot follow gradients that LayerOffload takes to host memory (train="host"): the peak of the '
-            "backward would be wrong. Profile where the model is, or with backward=False, or before LayerOffload is made"
-        )
 
 
 def _names(devices: set[torch.device]) -> str:

@@ -69,8 +69,10 @@ class PlannedForward(RecordedForward):
     @property
     def extra_bytes(self) -> int:
         """Bytes held for replays beyond the plain step's."""
-        pinned = (handle.alias.untyped_storage().nbytes() for handle in self.recording.pinned.values())
-        return self.recording.held_bytes + sum(pinned)
+        pinned = [
+            handle for value, handle in self.recording.pinned.items() if self.record_of(value) is None
+        ]  # else it is saved
+        return self.recording.held_bytes + sum(handle.alias.untyped_storage().nbytes() for handle in pinned)
 
     # Forward
 

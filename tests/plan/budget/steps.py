@@ -6,10 +6,8 @@ import random
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from memkit.plan import Action, GrowingLineage, MemoryPlan, Step
-from memkit.plan.budget.planning import JointPlanner
+from memkit.plan import Action, GrowingLineage, JointPlanner, MemoryPlan, Step
 from memkit.plan.budget.problem import Problem
-from memkit.plan.budget.search import BOTH
 from memkit.plan.gpu import GpuSpec
 from memkit.plan.step import Lifetime, ModuleOps, OpKind, OpWork, StepTrace
 
@@ -24,14 +22,8 @@ class Microseconds(GpuSpec):
         return op.flops * 1e-6
 
 
-def plan_budget_jointly(
-    problem: Problem, budget_bytes: int, *, actions: Collection[Action] = BOTH, with_bound: bool = False
-) -> MemoryPlan:
-    return JointPlanner(problem, actions).plan(budget_bytes, with_bound=with_bound, is_steady=True)
-
-
-def least_budget(problem: Problem) -> int:
-    return JointPlanner(problem).least().peak_bytes
+def plan_budget_jointly(problem: Problem, budget_bytes: int, *, actions: Collection[Action] = tuple(Action)) -> MemoryPlan:
+    return JointPlanner(problem, actions).plan(budget_bytes, with_bound=True, is_steady=True)
 
 
 def gpu(mib_per_s: float = 20_000.0, latency_s: float = 1e-6) -> Microseconds:
