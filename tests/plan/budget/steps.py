@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from memkit.plan import Action, GrowingLineage, JointPlanner, MemoryPlan, Step
@@ -22,7 +21,9 @@ class Microseconds(GpuSpec):
         return op.flops * 1e-6
 
 
-def plan_budget_jointly(problem: Problem, budget_bytes: int, *, actions: Collection[Action] = tuple(Action)) -> MemoryPlan:
+def plan_budget_jointly(
+    problem: Problem, budget_bytes: int, *, actions: set[Action] | tuple[Action, ...] = (*Action,)
+) -> MemoryPlan:
     return JointPlanner(problem, actions).plan(budget_bytes, with_bound=True, is_steady=True)
 
 
