@@ -217,7 +217,7 @@ def _of_five_thousand_modules() -> MemoryReport:
 def test_page_is_soon_written_and_drawn(make: Callable[[], MemoryReport], most_s: float, tmp_path: Path) -> None:
     report = make()
     problem = problem_of(trace_of(report), find_gpu("RTX 3090"), "adamw")
-    plan = plan_budget_jointly(problem, int(0.9 * problem.plain_peak_bytes), actions={Action.OFFLOAD})  # the soonest made
+    plan = plan_budget_jointly(problem, int(0.9 * problem.plain_peak_bytes), Action.OFFLOAD)  # the soonest made
     plans = [replace(plan, budget_bytes=plan.budget_bytes + number) for number in range(8)]
     begin_s = _taken_s()
 
@@ -387,7 +387,7 @@ def test_nothing_changes_where_all_stays() -> None:
 def test_what_leaves_is_gone_until_it_is_fetched() -> None:
     trace = layers(6)
     problem = make_problem(trace, gpu())
-    plan = plan_budget_jointly(problem, int(0.7 * problem.plain_peak_bytes), actions={Action.OFFLOAD})
+    plan = plan_budget_jointly(problem, int(0.7 * problem.plain_peak_bytes), Action.OFFLOAD)
     leaving = [value for value in plan.values if value.action is Action.OFFLOAD]
 
     saved, _ = under_plan(trace, plan)

@@ -21,10 +21,8 @@ class Microseconds(GpuSpec):
         return op.flops * 1e-6
 
 
-def plan_budget_jointly(
-    problem: Problem, budget_bytes: int, *, actions: set[Action] | tuple[Action, ...] = (*Action,)
-) -> MemoryPlan:
-    return JointPlanner(problem, actions).plan(budget_bytes, with_bound=True, is_steady=True)
+def plan_budget_jointly(problem: Problem, budget_bytes: int, *actions: Action) -> MemoryPlan:
+    return JointPlanner(problem, actions or (*Action,)).plan(budget_bytes, with_bound=True, is_steady=True)
 
 
 def gpu(mib_per_s: float = 20_000.0, latency_s: float = 1e-6) -> Microseconds:

@@ -38,7 +38,7 @@ def problem_of(seed: int, num_ops: int = 0) -> Problem:
 
 def seconds_of(problem: Problem, budget_bytes: int, *actions: Action) -> float:
     try:
-        return plan_budget_jointly(problem, budget_bytes, actions=actions).predicted_s
+        return plan_budget_jointly(problem, budget_bytes, *actions).predicted_s
     except BudgetInfeasible:
         return math.inf
 
