@@ -112,7 +112,7 @@ def open_layers_within(state: BudgetState, limits: Limits, *, gives_up: bool = F
             told = (
                 f"a step takes {format_bytes(int(least_bytes))} with all its layers recomputed, where the first one gets "
                 f"{foretold.size:,} elements; the budget allows {format_bytes(allowed_bytes)}. Pass a larger budget, or "
-                "smaller batches"
+                f"smaller batches.{layers.why_not}"
             )
             if limits.raises:
                 raise BudgetInfeasible(told, int(least_bytes))

@@ -69,10 +69,9 @@ class PlannedForward(RecordedForward):
     @property
     def extra_bytes(self) -> int:
         """Bytes held for replays beyond the plain step's."""
-        pinned = [
-            handle for value, handle in self.recording.pinned.items() if self.record_of(value) is None
-        ]  # else it is saved
-        return self.recording.held_bytes + sum(handle.alias.untyped_storage().nbytes() for handle in pinned)
+        pinned = self.recording.pinned.items()
+        alone = (handle.alias for value, handle in pinned if self.record_of(value) is None)  # others are saved as well
+        return self.recording.held_bytes + sum(alias.untyped_storage().nbytes() for alias in alone)
 
     # Forward
 
