@@ -19,9 +19,7 @@ class ParameterSteps(Protocol):
     @property
     def stream(self) -> Stream: ...  # that steps run on
     def begin_backward(self) -> None: ...  # before the first step of a backward
-    def step(
-        self, parameter: nn.Parameter
-    ) -> Event: ...  # step a parameter on the device, with its `grad`; behind it the event
+    def step(self, parameter: nn.Parameter) -> Event: ...  # behind the step of a parameter on the device, with its `grad`
     def await_steps(self) -> None: ...  # let the current stream wait for all steps
     def end_backward(self) -> None:
         """A backward is over, or has failed: leave each parameter stepped whole or not at all, let the current stream wait for

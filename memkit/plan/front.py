@@ -49,7 +49,7 @@ class FrontRow:
     num_again: int = 0
     offload_s: float | None = None  # the step with the best plan that only offloads
     recompute_s: float | None = None  # the step with the best plan that only recomputes
-    checkpoint: CheckpointedBlocks | None = None  # the fewest evenly spaced blocks that fit
+    checkpoint: CheckpointedBlocks | None = None  # with the fewest blocks that fit, evenly spaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

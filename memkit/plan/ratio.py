@@ -208,7 +208,7 @@ class Forecast:
             levels.add(0 if stay else place, place + 1, size)
         self.peak_bytes = max(limit_bytes + working_bytes[0], levels.peak_bytes)
         """The limit of the backward: at its beginning, or where it needs the most."""
-        self._highest: list[list[int]] = []  # by powers of two of places; made on first use
+        self._highest: list[list[int]] = []  # the highest levels of 1, 2, 4 and more places; made on first use
 
     def level_bytes(self, now: int, until: int, live_bytes: int) -> int:
         """Return the most bytes from `now` until the place `until` is passed, if nothing else is fetched on the way."""

@@ -33,6 +33,8 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
+    """The seconds that the host spends."""
+
     op_s: float  # on an op, with everything else that it costs in a module
     recorded_s: float  # on recording an op, beyond that
     saved_s: float  # on a save, and its request, while ops are recorded
@@ -112,7 +114,7 @@ def _joined(row: Sequence[_Span]) -> list[_Span]:
 _DIGITS = re.compile(r"\d+")
 _MOST_WORK = 6_000_000  # saves and regions to walk in all simulations of a step: a few seconds
 _MOST_LISTED = 512  # up to this many choices, all are simulated
-_LESS, _FAR_LESS = 0.99, 0.9  # groups of layers that bring the peak below are added; far below, replace nested ones
+_LESS, _FAR_LESS = 0.99, 0.9  # a group of layers is added if the peak falls so far; far enough, it replaces nested ones
 _MOST_SWAPPED = 24
 
 

@@ -345,8 +345,10 @@ def _predicted(
 
 
 def _compute_s(layers: Sequence[LayerCosts] | Sequence[PlannedLayer]) -> float | None:
-    forward_s, backward_s = [layer.forward_s for layer in layers], [layer.backward_s for layer in layers]
-    return None if None in (*forward_s, *backward_s) else math.fsum(forward_s) + math.fsum(backward_s)  # type: ignore[arg-type]
+    forward_s = [layer.forward_s for layer in layers if layer.forward_s is not None]
+    backward_s = [layer.backward_s for layer in layers if layer.backward_s is not None]
+    is_measured = len(forward_s) == len(backward_s) == len(layers)
+    return math.fsum(forward_s) + math.fsum(backward_s) if is_measured else None
 
 
 def _format_ms(seconds: float | None) -> str:

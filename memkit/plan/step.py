@@ -22,7 +22,7 @@ class Lineage:
     maker: Sequence[int]  # the op that can recompute each value, or `NO_OP`
     ins: Sequence[tuple[int, ...]]
     outs: Sequence[tuple[int, ...]]
-    taken: Mapping[int, tuple[tuple[int, int], ...]]  # of ops that write to their arguments: (overwritten, becomes) pairs
+    taken: Mapping[int, tuple[tuple[int, int], ...]]  # of ops that write to arguments: pairs of the value before and after
     seconds: Sequence[float]
     users: list[list[int]]  # the ops that read each value, as of the last `link`
 
@@ -151,9 +151,9 @@ class Step:
     uses: tuple[int, ...]
     use_ends: tuple[int, ...] = ()
     """For each request, the first later one from another graph node, which holds its value until then; or each is alone."""
-    fixed: frozenset[int] = field(default_factory=frozenset)  # under any plan: no op makes them, or by request
+    fixed: frozenset[int] = field(default_factory=frozenset)  # saves that stay under any plan: no op makes them, or by request
     dropped: frozenset[int] = field(default_factory=frozenset)
-    moved: frozenset[int] = field(default_factory=frozenset)  # leave under any plan, come back for readers
+    moved: frozenset[int] = field(default_factory=frozenset)  # saves that leave under any plan, and come back for their readers
     retained_bytes: Mapping[int, int] = field(default_factory=dict)
     """Roots that are freed unless held on purpose, and their bytes; all others are the caller's and cost nothing."""
     why_kept: Mapping[int, str] = field(default_factory=dict)  # why no op recomputes a value, where a user may not expect it

@@ -134,7 +134,7 @@ class Fit:
             return ""
         seconds = "" if self.link_bytes_per_s is None else f", {feature.link_bytes / self.link_bytes_per_s:.2g} s of its link"
         spare_bytes = int(_CLOSE * self.budget_bytes) - (feature.peak_bytes or 0)
-        may_stay = spare_bytes >= 2**28 and feature.least_bytes == feature.peak_bytes
+        may_stay = spare_bytes >= 2**28 and feature.least_bytes == feature.peak_bytes  # a piece of states has up to 168 MiB
         return (
             f" Each step of the optimizer moves {_size(feature.link_bytes)} of states to the GPU and back{seconds}; "
             f"{_size(feature.room_bytes, up=True)} of the GPU are room for those on their way."

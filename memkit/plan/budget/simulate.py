@@ -288,7 +288,7 @@ class _Run:
         for index in self.need:
             copied_at[values[index].saved].append(index)
         on_lane: deque[tuple[float, int]] = deque()
-        copied: list[tuple[int, int]] = []  # what others still hold: until which slot, and its index
+        copied: list[tuple[int, int]] = []  # values that others still hold: until which slot, and the index
         gone_bytes = 0
         for point in range(self.back):
             slot = points[point]
