@@ -142,7 +142,6 @@ class LightningFeatures:
 
     def _end(self, *_: Any, **__: Any) -> None:
         self._features.end()
-        self._features.end_states()
         if self._step is not None:
             self._step.remove()
             self._step = None
@@ -220,8 +219,7 @@ def _callback_of(bases: tuple[type, ...]) -> type:
 
 
 def _installed() -> Any:
-    with suppress(ImportError):
-        return library(_PACKAGES[0], "MemkitLightningCallback")
-    with suppress(ImportError):
-        return library(_PACKAGES[1], "MemkitLightningCallback")
+    for package in _PACKAGES:
+        with suppress(ImportError):
+            return library(package, "MemkitLightningCallback")
     return library(_PACKAGES[0], "MemkitLightningCallback")  # whose error is the one to raise
