@@ -170,9 +170,11 @@ class RecordedForward(NumberedSaves):
         self.use_nodes.append(node)
         while self._awaited and self.record_of(self._awaited[-1]) is None:
             self._awaited.pop()
-        latest = self._awaited[-1] if self._awaited else -1
+        latest, pinned = self._awaited[-1] if self._awaited else -1, self.recording.pinned
         while self._anchors.last > latest:
             self._anchors.release(self._anchors.last)  # no backward will ask for values made from it
+        while pinned and (last := max(pinned)) > latest:
+            del pinned[last]
         place = next((place for place in self._places.get(value, ()) if place >= self._now), None)
         self._now = self._now + 1 if place is None else place + 1
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memkit
+from memkit.activations.budgeting import learning
 from memkit.device import Device, ReferenceDevice
 from memkit.recording.replay import Replay
+from memkit.transfer import Link
 from tests.activations.budgeting.allocator import CountingDevice
 from tests.activations.budgeting.plans import Make
 from tests.activations.cases import assert_same_bits
@@ -60,6 +63,12 @@ def _budget(device: Device, units: int, tag: str, model: nn.Module) -> memkit.Me
     return memkit.MemoryBudget(f"{units * UNIT_BYTES}B", tag, optimizer=optimizer, min_bytes=UNIT_BYTES, device=device)
 
 
+def _set_link(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float) -> None:
+    monkeypatch.setattr(learning, "_links", WeakKeyDictionary())
+    link = Link(d2h_bytes_per_s=bytes_per_s, h2d_bytes_per_s=bytes_per_s, latency_s=0.0)
+    monkeypatch.setattr(learning, "measure_link", lambda *_, **__: link)
+
+
 # Calls of modules that have ended
 
 
@@ -98,9 +107,12 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("share", [0.5, 0.75])
-@pytest.mark.parametrize("is_attached", [True, False])
-@pytest.mark.usefixtures("quick_link")
-def test_first_steps_keep_to_the_budget_and_the_plan_foretells_later_ones(is_attached: bool, share: float) -> None:
+@pytest.mark.parametrize(("is_attached", "bytes_per_s"), [(True, 1e15), (False, 1e15), (False, 3e8)])
+def test_first_steps_keep_to_the_budget_and_the_plan_foretells_later_ones(
+    is_attached: bool, bytes_per_s: float, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a slower link some values move, and others are made again from these."""
+    _set_link(monkeypatch, bytes_per_s)
     torch.manual_seed(0)
     model, x, device = Twice(), torch.randn(4, 64, 32), CountingDevice()
     optimizer, replayed = torch.optim.SGD(model.parameters()), []
