@@ -299,6 +299,7 @@ class RecordedForward(NumberedSaves):
             self._inside.setdefault(call.parent, []).append(call)
             if call.stop is None or _consists_of_alike(call, inside):
                 continue
+            self.recording.sync()
             saved = dict.fromkeys(self.saves[call.begin.save : call.stop[0]])
             kept, num_before = (call.made[1], needed, walk.given), len(walk.evictable)
             for value in saved:
