@@ -26,9 +26,7 @@ _MOST_NAMES = 3
 
 
 class Unused:
-    """Warns once, at the user's line that made it, if an optimizer is about to step a module's parameters before the module's
-    first forward. Parts of a module may run earlier: only the step tells. The hook stays within a step: torch iterates over all
-    hooks of its kind there, and fails if one is removed."""
+    """Warns once, at the user's line, if an optimizer is about to step a module's parameters before its first forward."""
 
     def __init__(self, module: nn.Module, what: str) -> None:
         self._module = weakref.ref(module)
@@ -163,7 +161,6 @@ class Attachment:
 
 
 def _resident(model: nn.Module, args: Any, kwargs: Any) -> dict[int, weakref.ref[torch.UntypedStorage]]:
-    """Return the storages that others hold while a module runs: its parameters, buffers and inputs."""
     known = [*model.parameters(), *model.buffers()]
     known += [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     return {key: weakref.ref(storage) for key, storage in unique_storages(known).items()}

@@ -50,7 +50,6 @@ class ForwardContext(Exclusive):
     asks_for_shapes = False
     """`shapes` gets the shapes of the module's inputs."""
     shapes: Shapes | None = None
-    """Shapes of the tensors in the surrounding call; None if unknown."""
     _entry: Any = None
 
     def __enter__(self: _Context) -> _Context:
@@ -83,7 +82,6 @@ class ForwardContext(Exclusive):
             self._entry = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which does the same and is not entered."""
         return {**self.__dict__, "_entry": None, "_looked_up": None, "_block": None, "is_entered": False}
 
     def again(self: _Context) -> _Context:
@@ -93,7 +91,6 @@ class ForwardContext(Exclusive):
         return made
 
     def attached_to(self, model: nn.Module) -> ForwardContext:
-        """Return the context to enter around each forward of a model."""
         return self
 
     def foresee(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

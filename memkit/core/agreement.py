@@ -20,9 +20,7 @@ _FINE = torch.iinfo(torch.int64).max
 def together(
     work: Callable[[], _Value], describe: Callable[[_Value], Iterable[object]], *, doing: str, feature: str = "shard"
 ) -> _Value:
-    """Run `work` on every rank of the default group; return this rank's result once all ranks are done. By `repr`, the parts of
-    the results that `describe` returns must be the same on all ranks. If `work` communicates, it must call `agree` before.
-    Raises this rank's error, or ShardError if another rank has raised, results differ, or a rank didn't come this far."""
+    """Run `work` on every rank; raise its error, or ShardError if another rank raised or gives another result by `describe`."""
     value: _Value | None = None
     raised: Exception | None = None
     digest = 0
@@ -39,8 +37,7 @@ def together(
 
 
 def agree(raised: Exception | None = None, digest: int = 0, *, doing: str, feature: str) -> None:
-    """Wait until every rank of the default group is here. If one passes an exception or another digest (of 62 bits), or doesn't
-    come this far, raise on all: its own exception on that rank, a ShardError on the others."""
+    """Wait for every rank. If one passes an exception or another digest, raise: its own there, a ShardError on the others."""
     rank = dist.get_rank()
     try:
         if dist.get_backend() == dist.Backend.GLOO:  # it can name a rank that didn't come within its timeout

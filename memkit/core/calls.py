@@ -44,8 +44,7 @@ class Claims:
         self.calls: list[Call] = []
 
     def are_going_on(self) -> bool:
-        """Tell whether that thread, which may have died, has calls on its stack: an interrupt may have left some that are not.
-        A walk up the stack of a running thread may seem to end too soon, so this looks several times."""
+        """Tell whether that thread, which may have died, has calls on its stack; a walk up a running thread's is repeated."""
         return any(self._are_on_stack() for _ in range(_NUM_LOOKS))
 
     def _are_on_stack(self) -> bool:
@@ -61,7 +60,6 @@ class Claims:
             self.may_end_left()
 
     def may_end_left(self) -> bool:
-        """Do so, under the lock; return False if some are going on."""
         if self.are_going_on():
             return False
         for left in reversed(self.calls):
@@ -158,8 +156,7 @@ def _end(call: Call, ending: Ending) -> None:
 
 
 def _stack() -> set[FrameType]:
-    """Return the frames on the stack, but for this one and the caller's: a frame that held itself would keep the others
-    alive."""
+    """Return the frames on the stack above the caller's: a frame that held itself would keep the others alive."""
     stack = set[FrameType]()
     frame = sys._getframe(1).f_back
     while frame is not None:

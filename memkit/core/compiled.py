@@ -50,8 +50,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost compiled modules in a module, possibly itself. This runs in each forward with Dynamo loaded, so it
-    looks at each class once, and in each module only at its own attributes."""
+    """Yield the outermost compiled modules in a module, in each forward: only classes and own attributes are looked at."""
     seen, plain, code = set[nn.Module](), set[type[nn.Module]](), torch_private.COMPILED_CALL
     waiting = [module]
     while waiting:
@@ -75,8 +74,7 @@ def compiled_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
-    """Until the hooks are removed, call `run` in place of a compiled module's code, just outside of it. It is not compiled, and
-    a copy of the module doesn't have it. See [Note: calls of compiled modules]."""
+    """Until the hooks are removed, call `run` in place of a module's compiled code: see [Note: calls of compiled modules]."""
     place = _place_of_code(module)
     if place is None:
         raise ValueError(f"around_compiled needs a module that torch.compile runs; found {type(module).__name__}")
@@ -116,8 +114,7 @@ def note_asked() -> None:
 
 
 def runs_as_it_is() -> bool:
-    """Tell whether a mode makes the caller's function run op by op, not compiled. Cheap if Dynamo was not asked to compile
-    anything since the last answer."""
+    """Tell whether a mode makes the caller's function run op by op, not compiled. Cheap while Dynamo is asked nothing new."""
     if not _asked.was_asked:
         return False
     _asked.was_asked = in_compiled_function()

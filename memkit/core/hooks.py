@@ -1,5 +1,4 @@
-"""The only place that sets hooks on a model, a graph node, the autograd engine or the steps of all optimizers, so that each is
-removed again, in reverse order, on success and on error."""
+"""The only place that sets hooks on models, graph nodes, the engine and optimizers, so that each is removed again."""
 
 from __future__ import annotations
 
@@ -30,9 +29,7 @@ class RemovableHandle(Protocol):
 
 
 class StepHook:
-    """Calls `hook(optimizer)` before each step of every optimizer, from `set` until removed or dropped. torch refers to
-    neither, so they may belong to objects that they hold. If this is dropped within a step, torch's part does nothing from then
-    on and goes when the next is set: torch fails if a hook goes while it calls them."""
+    """Calls `hook(optimizer)` before every step until removed or dropped; within a step, torch's part only goes idle."""
 
     def __init__(self, hook: Callable[[torch.optim.Optimizer], None]) -> None:
         self.hook = hook
@@ -82,8 +79,7 @@ def _remove_left() -> None:
 
 
 class _Untraced:
-    """Calls a hook so that Dynamo neither traces nor compiles it or its callees: as `torch.compiler.disable`, which loads
-    Dynamo."""
+    """Calls a hook so that Dynamo neither traces nor compiles it: as `torch.compiler.disable`, which loads Dynamo."""
 
     def __init__(self, hook: Callable[..., None]) -> None:
         self._hook = hook
@@ -150,14 +146,12 @@ class HookSet:
         self._handles.append(module.register_forward_pre_hook(_Untraced(hook), prepend=True, with_kwargs=True))
 
     def within_hooks(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """As `around_forward`, but call `before(module, args, kwargs)` after a module's other pre-hooks, and `after(module,
-        args, output)` before its other hooks or when the forward raises."""
+        """As `around_forward`, but inside of the module's other hooks, and `before` gets the keyword arguments."""
         self._handles.append(module.register_forward_pre_hook(_Untraced(before), with_kwargs=True))
         self._handles.append(module.register_forward_hook(_Untraced(after), prepend=True, always_call=True))
 
     def around_hooks_of(self, library: str, module: nn.Module, hook: Callable[..., None]) -> None:
-        """Call `hook(True, module, args)` just before the pre-hook that a library has set on a module, and `hook(False, ...)`
-        just after it, as plain Python even if the module was compiled."""
+        """Call `hook(is_before, module, args)` just around the pre-hook that a library has set on a module, as plain Python."""
         self._handles += [module.register_forward_pre_hook(_Untraced(partial(hook, begins))) for begins in (True, False)]
         handles: list[Any] = self._handles[-2:]
         hooks, (before, after) = handles[0].hooks_dict_ref(), [handle.id for handle in handles]
@@ -185,8 +179,7 @@ class HookSet:
     def around_accumulation(
         self, parameter: Tensor, *, before: Callable[[Tensor], None], after: Callable[[Tensor], None], steps: bool
     ) -> None:
-        """Call `before(grad)` as `before_accumulation` does, and `after(parameter)` after each accumulated gradient; `steps`
-        says whether `after` writes to parameters, as an optimizer does."""
+        """Call `before(grad)` ahead of an accumulation and `after(parameter)` behind, which `steps` the parameter or not."""
         self.before_accumulation(parameter, before)
         behind = _AfterAccumulation(weakref.proxy(after))
         behind.steps = steps
@@ -207,8 +200,7 @@ class HookSet:
         held.set()
 
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """In all threads, call `before(module, args)` before every forward, and `after(module, args, kwargs, output)`, or
-        `after(module, args, None)` if it raises, after it."""
+        """In all threads, call `before(module, args)` before every forward, and `after` after it, also if it raises."""
         self.ahead_of_all_forwards(before)
         last = _WithKeywords()
         self._handles.append(last)
@@ -232,8 +224,7 @@ class _AfterAccumulation(partial[None]):
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Holds the function that such a hook refers to weakly: Python's collector doesn't see torch's references, and would free
-    none."""
+    """Holds the function that such a hook refers to weakly: Python's collector doesn't see torch's references."""
 
     after: Callable[[Tensor], None]
     behind: _AfterAccumulation
@@ -258,8 +249,7 @@ HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SavedTensorHooks(AbstractContextManager[Any]):
-    """A context in which autograd passes each saved tensor to `pack`, and gets it back from `unpack`, unless other hooks are
-    inside. Compiled code calls them too; they are not compiled. Source: `torch.autograd.graph.saved_tensors_hooks`."""
+    """A context in which autograd has tensors packed and unpacked. Source: `torch.autograd.graph.saved_tensors_hooks`."""
 
     def __init__(
         self,
@@ -394,8 +384,7 @@ def receiving_pack() -> Callable[[Tensor], object] | None:
 
 
 def in_checkpoint() -> bool:
-    """Tell whether the caller runs inside a function that `torch.utils.checkpoint` checkpoints. The non-reentrant kind shows by
-    its saved-tensor hooks, the reentrant kind (which only turns grad mode off) by its frame on the Python stack."""
+    """Tell whether a checkpoint runs the caller: by its saved-tensor hooks, or, of the reentrant kind, by its frame."""
     if any(getattr(pack, "__module__", "") == torch_private.CHECKPOINT_HOOKS for pack, _ in _packs_on_top()):
         return True
     if torch.is_grad_enabled():

@@ -89,9 +89,7 @@ class Blocks(threading.local):
 
 
 class _HeldExit:
-    """An `__exit__` that tells whether a thread is still in the context. A `with` statement looks `__exit__` up before
-    `__enter__`, and holds the result until the block is left in any way. So each look-up returns a new object, whose death
-    means that the block was left. It is no Python function, whose frame in a traceback would keep it alive."""
+    """An `__exit__` whose death means that the block was left: `with` holds it, and each look-up makes a new one."""
 
     def __get__(self, context: Exclusive | None, _: type[Any]) -> Callable[..., None]:
         if context is None:
@@ -102,8 +100,7 @@ class _HeldExit:
 
 
 class Exclusive(ABC):
-    """A context that can't be entered twice at once, and copes with an interrupt that hides its exit. If `__enter__` is called
-    by hand, or by an `ExitStack`, it is entered until `__exit__` is called or it is freed."""
+    """A context that can't be entered twice at once, and copes with an interrupt that hides its exit."""
 
     _looked_up: Block | None = None
     _block: Block | None = None

@@ -33,8 +33,7 @@ class SequentialSpan(nn.Sequential):
 
 
 class SpanReference:
-    """Refers to a span as a weak reference refers to a module, for as long as its Sequential and children exist; it holds none
-    of them. It returns the same span while that is held."""
+    """Refers to a span as a weak reference does to a module, as long as its Sequential and children exist."""
 
     def __init__(
         self, whole: weakref.ref[nn.Module], children: Sequence[weakref.ref[nn.Module]], first: int, size: int
@@ -129,8 +128,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def calls_in_turn(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Tell whether a module only calls its children in order, as `Sequential` does, even if a forward that calls spans replaces
-    its own."""
+    """Tell whether a module only calls its children in order, as `Sequential` does, or a forward that calls spans."""
     if not isinstance(module, nn.Sequential) or isinstance(module, SequentialSpan):
         return False
     kind = type(module)

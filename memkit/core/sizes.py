@@ -69,8 +69,7 @@ def check_bytes(name: str, value: int | str) -> int:
 
 
 def check_budget_bytes(name: str, value: int | str, *, may_be_zero: bool = False) -> int:
-    """Return a budget: a positive number of bytes, given as a number or as text with a unit. A number without a unit is refused
-    if it is so small that another unit was meant."""
+    """Return a positive number of bytes, given as such or as text; a small number without a unit is refused as a mistake."""
     is_negative = isinstance(value, Integral) and value < 0
     num_bytes = 0 if is_negative and not may_be_zero else check_bytes(name, value)
     if num_bytes == 0 and not may_be_zero:
@@ -84,8 +83,7 @@ def check_budget_bytes(name: str, value: int | str, *, may_be_zero: bool = False
 
 
 def check_budget(budget: int | float | str, *, share: str = "share of the saved bytes that stays") -> int | float:
-    """Return a budget as bytes (an int) or as a share (a float above 0, at most 1). `share` names the whole for the errors.
-    Ambiguous text is refused."""
+    """Return a budget as bytes (an int) or as a share (a float above 0, at most 1) of what `share` names for the errors."""
     if isinstance(budget, Real) and not isinstance(budget, Integral):  # NumPy's as well
         budget = float(budget)
         if not 0 < budget <= 1:

@@ -48,16 +48,13 @@ class TextColumn:
     cells: Sequence[str]
     right: bool = True
     goes: int | None = None
-    """The order in which columns are left out, the lowest first; from `LAST` on only if shorter cells are not enough; None:
-    never."""
+    """The order in which columns are left out; from `LAST` on only if shorter cells are not enough; None: never."""
     shortens: bool = False
     """Whether its cells may lose their middles if leaving out columns is not enough."""
 
 
 def table_text(columns: Sequence[TextColumn], width: int | None = None) -> str:
-    """Return a table in which no line is longer than `width` (None for any), unless no column of it may lose anything. Until it
-    fits, empty columns are left out, headings are broken into lines, columns are left out, and cells of some lose their
-    middles."""
+    """Return a table no wider than `width` if it can be: with columns left out, broken headings and shortened cells."""
     if width is None:
         return _made(columns)
     shown = [column for column in columns if column.goes is None or not _EMPTY.issuperset(column.cells)]

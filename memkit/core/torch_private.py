@@ -342,8 +342,7 @@ FSDP_SHARD, FSDP_GATHERED, LOCAL_TENSOR = "_sharded_param_data", "_unsharded_par
 FSDP_PARTS = ("unshard", "wait_for_unshard", "fsdp_params", "is_unsharded", "comm_ctx", "device_handle", "unshard_in_backward")
 FSDP_REDUCE, FSDP_LANDED = "post_backward", "grad_offload_event"  # of a group, and of each parameter that is on the host
 FSDP_INDICES, FSDP_SUMS, FSDP_TO_RUN = "_post_forward_indices", "_partial_reduce_output", "_modules_to_run_forward"
-"""How FSDP2 gathers and reduces. If one of these names is missing, it brings shards from the host by itself, and has no
-profile."""
+"""How FSDP2 gathers and reduces. Without one of these names it brings shards from the host by itself, and has no profile."""
 JAGGED_VALUES = "_values"  # the one tensor of a jagged one that may leave
 UNTRACED_MARKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": None}  # of functions Dynamo is not to look into
 COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"  # Dynamo sets it on a function that it compiles: read on modules

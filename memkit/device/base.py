@@ -63,8 +63,7 @@ class Event(ABC):
         """Tell whether all work recorded before the event is done. Does not wait for it."""
 
     def recorded(self) -> Event:
-        """Return the event as the device has recorded it: itself, unless another thread has yet to record it. A device asks for
-        this before it waits for an event. The host waits for such a thread, whose error, if any, is raised here."""
+        """Return the event as the device has recorded it: a promised one waits for its thread, and raises its error."""
         return self
 
 
@@ -106,8 +105,7 @@ class CopyBatch:
         self.num_storages = len({piece.index for piece in pieces})
 
     def start(self, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
-        """Put the copies on their stream, behind all work of the current stream, and behind those of another batch. The
-        storages must stay alive until `done` was waited for."""
+        """Put the copies behind the current stream's work and another batch's. The storages live until `done` is waited for."""
         device, stream = self.device, self.stream
         self.waited = None
         self.started = device.record_event()

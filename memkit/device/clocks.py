@@ -37,7 +37,6 @@ class ReferenceStream(Stream):
         return Stamp(self, self.clock[self.number])
 
     def join(self, clock: dict[int, int]) -> None:
-        """Order all later work on this stream behind a clock."""
         for number, count in list(clock.items()):
             self.clock[number] = max(self.clock.get(number, 0), count)
 

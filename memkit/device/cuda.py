@@ -73,8 +73,7 @@ class CudaEvent(Event):
 
 @functools.cache
 def _bindings() -> Any:
-    """Return CUDA's runtime for direct calls, at a fraction of the cost of torch's objects; None without `cuda.bindings`, which
-    torch's CUDA builds bring along."""
+    """Return CUDA's runtime for direct calls, at a fraction of the cost of torch's objects; None without `cuda.bindings`."""
     try:
         from cuda.bindings import runtime  # type: ignore[import-untyped]
     except ImportError:
@@ -88,9 +87,7 @@ def _copy_kind(is_out: bool) -> Any:
 
 
 class CudaCopyBatch(CopyBatch):
-    """Copies by `cudaMemcpyAsync`; several by one `cudaMemcpyBatchAsync`, if the driver has it. All goes through torch while a
-    dispatch mode is on, such as CUDA's stream sanitizer, which is to see it; and while another device is the current one, whose
-    default stream CUDA would take."""
+    """Copies by `cudaMemcpyAsync` or one batched call; by torch in a dispatch mode, or while another device is current."""
 
     _takes_batches = True
 
@@ -202,8 +199,7 @@ def _unsupported() -> tuple[Any, ...]:
 
 
 class CudaMemoryCounter(MemoryCounter):
-    """The counters of PyTorch's caching allocator, one set per device: `reset_peak` also resets
-    `torch.cuda.max_memory_allocated`."""
+    """The counters of PyTorch's caching allocator: `reset_peak` also resets `torch.cuda.max_memory_allocated`."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self._torch_device = torch_device

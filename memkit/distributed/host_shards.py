@@ -47,8 +47,7 @@ Layout = tuple[_ShardRegion, ...]
 
 
 class ShardBuffer:
-    """Device memory for chunks of one layout, one after the other, with views of the shards that are made once. It goes back to
-    the stream `home`: the next chunk is copied here behind that stream's work, so behind all reads of the one before."""
+    """Device memory for chunks of one layout, one after the other, with views made once. It goes back to the stream `home`."""
 
     def __init__(self, storage: torch.UntypedStorage, layout: Layout, home: Stream) -> None:
         self.storage, self.layout, self.home = storage, layout, home

@@ -302,7 +302,6 @@ def _shard(model: nn.Module, layers: Mapping[str, nn.Module], options: _Options)
 
 
 def _set_prefetch(model: FSDPModule, layers: list[FSDPModule], prefetch: int, *, comes_from_host: bool) -> None:
-    """Have each layer gather those after it in forward, and those before it in backward."""
     if prefetch == 0:
         return
     model.set_modules_to_forward_prefetch(layers[:prefetch])

@@ -160,7 +160,6 @@ class StatesAtRest:
                     self._optimizer.state[record.parameter].update(mine)
 
     def _standing_in(self, piece: Piece) -> list[tuple[int, dict[Any, Any], str]]:
-        """Return each `OnDisk` in `optimizer.state`: the record's number, its entries, the name."""
         standing = [
             (number, entries, name)
             for number, record in enumerate(piece.records)
@@ -233,8 +232,7 @@ class StatesAtRest:
             entries.update({name: value.to(record.parameter.device) for name, value in numbers.items() if name != "step"})
 
     def give_back(self, pieces: Iterable[Piece]) -> None:
-        """Make all states tensors of their own again, on the parameters' device. Where that has no room they stay in host
-        memory, with a warning; states that can't be read from the disk are lost, with a warning."""
+        """Make all states tensors of their own again, on the parameters' device, or in host memory where that has no room."""
         fit = True
         for piece in pieces:
             rows = piece.layout.host if piece.layout is not None else [{} for _ in piece.records]
@@ -303,8 +301,7 @@ def _own_copy(tensor: Tensor, torch_device: torch.device) -> Tensor:
 def put_states(
     loaded: Mapping[str, Any], optimizer: torch.optim.Optimizer, members: Members, torch_device: torch.device
 ) -> None:
-    """Put loaded states where they belong, each in its own precision and not by way of the device: torch has loaded the groups
-    alone."""
+    """Put loaded states where they belong, each in its own precision and not by way of the device."""
     owned = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
     found = dict(zip(chain.from_iterable(group["params"] for group in loaded["param_groups"]), owned, strict=True))
     state = optimizer.state
@@ -335,8 +332,7 @@ def _placed(name: object, value: Any, group: Mapping[str, Any], torch_device: to
 
 
 def with_host_copies(state_dict: dict[str, Any], on_disk: Mapping[OnDisk, Tensor]) -> dict[str, Any]:
-    """Return a state dict with all tensors in host memory, since other code counts on one place for all, and with states in the
-    order of the parameters, in which ranks gather shards."""
+    """Return a state dict with all tensors in host memory, in the order of the parameters, in which ranks gather shards."""
 
     def saved(value: Any) -> Any:
         if isinstance(value, OnDisk):

@@ -115,7 +115,6 @@ class DeviceSteps:
         self.slots.deal(part for part in parts if part.plan.update is Update.DEVICE and not part.plan.is_resident)
 
     def is_free_for(self, piece: Piece) -> bool:
-        """Tell whether a piece can be fetched now without a wait for the disk."""
         if piece.plan.is_resident:
             return True
         return self.slots.is_free_for(piece) and (not piece.plan.is_on_disk or self.disk.is_here(piece))

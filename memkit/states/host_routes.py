@@ -153,8 +153,7 @@ class CopyRange:
 
 @dataclass(frozen=True, slots=True)
 class WayBack:
-    """The copies back to the device where states have a layout. `masters` has the copied float32 copies in the slot, by due
-    parameter; `staying` those whose copy isn't copied (it has no dimensions, or no room), so that the host rounds them."""
+    """The copies back: of float32 copies (`masters`, in the slot), or of parameters the host rounds (`staying`)."""
 
     layout: Layout | None
     masters: list[Tensor | None]
@@ -228,7 +227,6 @@ class Route:
     # Copies
 
     def to_host(self) -> CopyRange:
-        """Return the copy to the host: all sections, or without the parameters that have float32 copies."""
         copied = self._to_host.get(self.has_parameters)
         if copied is None:
             num_bytes = self.sections.num_bytes if self.has_parameters else self.sections.rounded_at
@@ -294,7 +292,6 @@ class Route:
     # On the host
 
     def is_unwritten(self) -> bool:
-        """Tell whether nobody has written to the parameters since their step, by the fingerprints on the host."""
         if not self.is_known:
             return not self.has_copies
         now, before = self._host_fingerprints.tolist()

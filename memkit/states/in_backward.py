@@ -204,7 +204,6 @@ class BackwardSteps(Accumulating):
         return stepped
 
     def _end_backward(self, has_failed: bool) -> None:
-        """Have parameters be stepped for their next reader or writer, also those that the host steps."""
         if has_failed and not self._has_failed:
             self._has_failed = True
             self._behind_failure.ahead_of_all_forwards(weakly(self._before_forward, when_gone=self._behind_failure.remove))
@@ -290,7 +289,6 @@ class BackwardSteps(Accumulating):
         self._on_device.begin(piece)
 
     def _make_room(self, piece: Piece) -> None:
-        """Drop pieces fetched to the slot of a piece that are not needed yet."""
         for other in [other for other in self._begun if not self._on_device.is_free_for(piece)]:
             if other.slot == piece.slot and not other.plan.is_resident:
                 self._drop(other)
@@ -351,7 +349,6 @@ class BackwardSteps(Accumulating):
             piece.records[0].done = None
 
     def mend(self, pieces: Sequence[Piece], *, goes_on: bool = False) -> None:
-        """Leave every piece as before its step or as after it: see `Stepping.mend`."""
         self._begun.clear()
         self._leaving.clear()
         with self._in_place():
@@ -366,7 +363,6 @@ class BackwardSteps(Accumulating):
                 self._consume(record)
 
     def _in_place(self) -> AbstractContextManager[object]:
-        """Return a context in which half-written parameters lie where the step was writing to them."""
         return nullcontext()
 
     def _consume(self, record: StateRecord) -> None:

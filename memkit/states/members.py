@@ -39,7 +39,6 @@ class Members:
         self.pieces: list[Piece] = []
 
     def try_out(self) -> None:
-        """Find by a trial which states the optimizer keeps, and that it can be stepped in pieces."""
         self.kept, self.draws = try_out(self._optimizer, torch_device=self._torch_device, master=self._master)
         refuse_mixed_shards(self._optimizer, torch_device=self._torch_device, master=self._master)
 
@@ -124,7 +123,6 @@ class Members:
         return [[*map(id, group["params"])] for group in self._optimizer.param_groups] != self._known
 
     def are_as_many(self) -> bool:
-        """Tell whether their number has not: a cheaper question."""
         return list(map(len, self._known)) == [len(group["params"]) for group in self._optimizer.param_groups]
 
     def new_records(self) -> list[StateRecord]:

@@ -93,8 +93,7 @@ class HostStates:
 
 
 class StateSlot:
-    """Device memory for one piece at a time. `piece` is set before its copy is put on the lane and until the copy back is:
-    nothing is freed under a copy."""
+    """Device memory for one piece at a time: `piece` is set from before its copy comes until its copy back is on the lane."""
 
     def __init__(self, device: Device, storage: torch.UntypedStorage) -> None:
         self.storage = storage
@@ -177,7 +176,6 @@ class StateSlots:
         return self.slots[piece.slot].piece is None
 
     def claim(self, piece: Piece) -> StateSlot:
-        """Assign its slot to a piece that has no states to copy yet."""
         slot = self.slots[piece.slot]
         slot.piece = piece
         self.await_copies(slot)
@@ -249,7 +247,6 @@ class StateSlots:
             self._device.synchronize(arrived)
 
     def wait(self) -> None:
-        """Have the host wait for all copies from and to host memory, so that it may write there."""
         for slot in self.slots:
             for copied in (slot.left, slot.arrived):
                 if copied is not None:

@@ -42,7 +42,6 @@ class Buffer:
     def __init__(self, room: Span) -> None:
         self.room = room
         self.part: Piece | None = None
-        """None if the buffer is free."""
         self.holds = Holds.NOTHING
         self.copy: DiskCopy | None = None
         self.number = 0
@@ -170,7 +169,6 @@ class DiskStates:
             self._end_write(buffer)
 
     def begin_read(self, buffer: Buffer, part: Piece) -> None:
-        """Begin to read a part to its buffer. The wait for it raises its errors."""
         chunk = buffer.copy = part.chunk
         if buffer.room.num_bytes < chunk.num_bytes:
             self.grow(buffer, chunk.num_bytes)
@@ -200,7 +198,6 @@ class DiskStates:
         self._host.give(smaller)
 
     def release(self, part: Piece) -> None:
-        """Free the buffer of a part, unless it has bytes that are not on the disk."""
         buffer = self._find(part)
         if buffer is not None and buffer.holds not in (Holds.DIRTY, Holds.WRITTEN):
             self._end_transfer(buffer)
@@ -239,7 +236,6 @@ class DiskStates:
                 self.begin_read(buffer, part)
 
     def is_here(self, part: Piece) -> bool:
-        """Tell whether a part may go to its slot without a wait for the disk."""
         buffer = self._find(part)
         if buffer is None:
             return False
@@ -281,7 +277,6 @@ class DiskStates:
         return Layout(None, tensors, stand_ins_for(piece, tensors), self.store.add(piece.names, num_bytes))
 
     def note_coming(self, part: Piece) -> None:
-        """Note that a copy of a part from its slot to its buffer is about to be issued."""
         buffer = self._claim(part)
         buffer.copy, buffer.holds = part.chunk, Holds.DIRTY
 
@@ -292,7 +287,6 @@ class DiskStates:
             self._write(buffer)
 
     def forget(self, copies: Sequence[DiskCopy], piece: Piece) -> None:
-        """Forget those of some chunks that a piece no longer has."""
         for copy in copies:
             if copy in piece.copies or not self.store.has(copy):
                 continue

@@ -38,11 +38,7 @@ Written = tuple[dict[int, Changes], Changes]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The input of the optimizer's step of some parameters.
-
-    `shell` runs the step, with `attributes` and groups (`cuts`, by number; `before` has their former entries). `watched` are
-    tensors in the groups with their versions: nobody may write to them in place. `local` makes shards of the results, if any.
-    """
+    """The input of a step of some parameters: a shell and its groups, what these were, and tensors nobody may write to."""
 
     shell: torch.optim.Optimizer
     attributes: Mapping[str, Any]
@@ -53,8 +49,7 @@ class Prepared:
 
 
 class OneStep:
-    """A step under way; each part of it begins with the groups as they were. With `copies` it uses copies of tensors in groups
-    and attributes (a learning rate, betas): the originals may be written to before the device, or the host, steps."""
+    """A step under way: each part begins with the groups as they were, with `copies` of their tensors: others write those."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, copies: bool = False) -> None:
         self._optimizer = optimizer
@@ -132,7 +127,6 @@ class OneStep:
         )
 
     def leave(self, written: Written) -> list[partial[None]]:
-        """Return functions that note a stepped part's writes."""
         of_groups, of_optimizer = written
         return [partial(self._of_groups.update, of_groups), partial(setattr, self, "_of_optimizer", of_optimizer)]
 

@@ -156,8 +156,7 @@ class ForwardOverlap:
             )
 
     def before_forward(self, module: nn.Module, _: object) -> None:
-        """Let the current stream wait for the parameters that a module's forward may read itself: its own, and those of modules
-        in it that have no others in them, since `nn.MultiheadAttention` reads its last projection's without calling it."""
+        """Let the current stream wait for the parameters of a module and of its childless children, which it may read."""
         if not self._pending:
             return
         if self._leaving:
@@ -184,7 +183,6 @@ class ForwardOverlap:
                 self._device.note_read(parameter.untyped_storage())
 
     def _is_own(self, parameter: nn.Parameter) -> bool:
-        """Tell whether this optimizer has a parameter: another optimizer's hook is still to wait for its step."""
         return any(own is parameter for group in self._optimizer.param_groups for own in group["params"])
 
     def _await_piece(self, piece: Piece) -> None:

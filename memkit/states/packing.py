@@ -58,8 +58,6 @@ class PackedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedWrapper:
-    """Layout of a tensor that wraps others in its piece: each inner tensor by itself."""
-
     name: str
     num_bytes: int
     kind: type[Any]
@@ -248,8 +246,7 @@ _BITS = {1: torch.uint8, 2: torch.int16}
 
 
 def follow(master: Tensor, parameter: Tensor) -> None:
-    """Copy the elements of a parameter that differ from its rounded float32 copy to that copy: somebody wrote to them. All are
-    compared bit by bit: a write through `.data` changes no version. The host waits for no device."""
+    """Copy elements of a parameter that somebody has written to, which bits alone tell, to its float32 copy, without a wait."""
     bits = _BITS[parameter.dtype.itemsize]
     kept = master.to(parameter.dtype).view(bits) == parameter.detach().view(bits)
     written = parameter.detach()

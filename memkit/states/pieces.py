@@ -27,8 +27,6 @@ from memkit.transfer.host_memory import Span
 
 
 class StateRecord:
-    """A parameter of the optimizer, and the step that it was in."""
-
     def __init__(self, name: str, parameter: Tensor, *, has_master: bool) -> None:
         self.name = name
         self.parameter = parameter
@@ -59,7 +57,6 @@ class StateRecord:
 
 
 def mark_of(record: StateRecord) -> tuple[weakref.ref[Tensor], int] | None:
-    """Return a weak reference to a parameter's gradient, and its version; None without a gradient."""
     grad = record.parameter.grad
     if grad is None:
         return None
@@ -111,9 +108,7 @@ Rows = Sequence[Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the states of a piece are, record by record, once there are any: in a host `span` of just their bytes, with
-    `tensors` as the layout in it, or on a disk as the chunk `copy` (None for a parameter whose windows are there one by one).
-    `host` has the entries of `optimizer.state`."""
+    """Where a piece's states are: packed `tensors` in a host `span`, or the chunk `copy` on a disk; `host`: their entries."""
 
     span: Span | None
     tensors: tuple[tuple[Packed, ...], ...]
@@ -121,7 +116,6 @@ class Layout:
     copy: DiskCopy | None = None
 
     def is_in_place(self, index: int) -> bool:
-        """Tell whether a record's states in host memory still have their bytes there: their `data` may have been set."""
         if self.span is None or self.span.whole is None:
             return True
         host, address = self.host[index], self.span.whole.data_ptr()
@@ -320,9 +314,7 @@ class Piece:
                 )
 
     def read_by_step(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """Return the tensors that a step on another stream reads, gradients first, but for parameters in slots.
-        The caller holds them until the step is done: if one is replaced, its stream would reuse its memory before it is read.
-        """
+        """Return the tensors that a step on another stream reads, gradients first: the caller holds them until that is done."""
         gradients = [record.parameter.grad for record in self.records if record.parameter.grad is not None]
         found = [record.parameter.detach() for record in self.records if owner_of(record.parameter.untyped_storage()) is None]
         state = self.states_in(optimizer)
@@ -349,7 +341,6 @@ class Piece:
         return True
 
     def lay_out(self, place: Place, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int) -> Layout | None:
-        """Return the layout of states in a place, with the same offsets as in the slot; None if there are none."""
         return place.layout_of(self, tensors, num_bytes) if num_bytes else None
 
     def lies_as_it_goes(self, entries: Mapping[Any, Any]) -> bool:
@@ -379,8 +370,7 @@ class Piece:
     def new_entries(
         self, state: Mapping[Any, Any], layout: Layout | None, made: Iterable[tuple[StateRecord, dict[Any, Any]]]
     ) -> list[tuple[Tensor, dict[Any, Any]]]:
-        """Return new entries for `optimizer.state`, by parameter, with tensors in host memory; those of all parameters if the
-        layout changed."""
+        """Return new entries for `optimizer.state`, by parameter, with tensors in host memory."""
         entered: list[tuple[Tensor, dict[Any, Any]]] = []
         stepped = set()
         for record, entries in made:
@@ -416,7 +406,6 @@ class Piece:
 
 
 def stand_in_of(record: StateRecord, master: Tensor) -> nn.Parameter:
-    """Return a float32 copy as a parameter, with the Python attributes of its original."""
     stand_in = nn.Parameter(master, requires_grad=record.parameter.requires_grad)
     follow_attributes(stand_in, record.parameter)
     return stand_in

@@ -74,8 +74,7 @@ class ShardSteps(Accumulating):
         self.host_step_s = 0.0
 
     def begin(self) -> None:
-        """Step shards once their gradients are reduced. The optimizer was tried out. If the system refused a thread only within
-        a backward, other ranks would wait for this rank."""
+        """Step shards once their gradients are reduced. A thread that is refused raises here, not while other ranks wait."""
         thread = OwnThreads(1, "memkit-step", self._device.enter_thread)
         thread.submit(int).result()
         self._thread = thread
@@ -249,7 +248,6 @@ class ShardSteps(Accumulating):
     # The optimizer's step
 
     def step(self) -> None:
-        """Step the rest. The class's own step that follows has no parameters."""
         if self.unfinished is not None:
             self.unfinished.check_options()
         self.join()

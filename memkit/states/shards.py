@@ -1,5 +1,4 @@
-"""Parameters that are shards (`DTensor`): their local tensors are stepped, and `optimizer.state` has shards. Only for
-elementwise optimizers, where a step of each rank's local tensor is the same as a step of the shard."""
+"""Parameters that are shards (`DTensor`): their local tensors are stepped, by elementwise optimizers alone."""
 
 from __future__ import annotations
 

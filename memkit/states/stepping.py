@@ -41,9 +41,7 @@ class Stepping:
         note_stepped: Callable[[Piece], object] = lambda _: None,
         note_left: Callable[[Piece], object] | None = None,
     ) -> None:
-        """Step due pieces, with the next ones on their way: those on the host in a thread, and meanwhile others on the device.
-        Unless `in_order`, pieces that stay on the device come between those that move. If `note_left` is given, `join` waits
-        for pieces stepped on the host."""
+        """Step due pieces, those on the host in a thread; with `note_left` it is `join` that waits for these."""
         self.tell()
         self.unfinished, self.is_broken = run, True
         generators: list[torch.Generator] = []
@@ -130,7 +128,6 @@ class Stepping:
             self._on_host.join(part)
 
     def tell(self) -> None:
-        """Raise the error of an earlier step on the host that nobody has heard of."""
         untold, self.untold = self.untold, None
         if untold is not None:
             raise untold
@@ -150,7 +147,6 @@ class Stepping:
 
     @staticmethod
     def _begin(side: DeviceSteps | HostSteps, pieces: Sequence[Piece], num_begun: int) -> int:
-        """Fetch pieces as far as slots are free. Return how many pieces are, or were, on their way."""
         while num_begun < len(pieces) and side.is_free_for(pieces[num_begun]):
             side.begin(pieces[num_begun])
             num_begun += 1

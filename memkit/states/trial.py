@@ -1,5 +1,4 @@
-"""Small steps of an optimizer's class, which find out whether parameters, and windows of them, can be stepped apart: no list of
-classes tells. A step of two small tensors per group, made whole, is compared with one of each by itself."""
+"""Small steps of an optimizer's class, whole and apart, which tell whether parameters and windows can be stepped apart."""
 
 from __future__ import annotations
 
@@ -297,7 +296,6 @@ class Trial:
         return self.differs_in_groups(other)
 
     def differs_in_groups(self, other: Trial) -> str | None:
-        """Return the entry or attribute in which another trial differs."""
         for group, others_group in zip(self.groups, other.groups, strict=True):
             for name in changes_of_group(group, others_group):
                 return f'entry of its groups ("{name}")'
@@ -343,8 +341,7 @@ _NUM_CUT_STEPS = 6
 def find_elementwise(
     optimizer: torch.optim.Optimizer, groups: list[Group], *, torch_device: torch.device, master: torch.dtype | None
 ) -> list[bool]:
-    """Tell for each group whether its parameters can be stepped in windows, bit for bit as whole. Of many groups some are
-    tried: the others can if all of these can."""
+    """Tell for each group whether its parameters can be stepped in windows, bit for bit. Of many groups some are tried."""
     found = [_is_elementwise(optimizer, group, torch_device, master) for group in groups[:_MOST_CUT_GROUPS]]
     return found + [all(found)] * (len(groups) - len(found))
 

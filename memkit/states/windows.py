@@ -39,7 +39,6 @@ def lie_like(parameter: Tensor, tensors: Sequence[Packed]) -> bool:
 
 
 def tensors_of_part(whole: Sequence[Packed], elements: slice) -> tuple[PackedTensor, ...]:
-    """Return the layout of a window's states in a slot: one behind the other."""
     tensors, offset = [], 0
     for tensor in map(local_packed, whole):
         assert isinstance(tensor, PackedTensor)
@@ -51,8 +50,7 @@ def tensors_of_part(whole: Sequence[Packed], elements: slice) -> tuple[PackedTen
 
 
 def part_of(layout: Layout, elements: slice) -> Layout:
-    """Return the layout of a window's states within the whole states, each of which has as many elements as the parameter. In a
-    slot they are one behind the other; in host memory a copy has a range for each state."""
+    """Return the layout of a window's states: one behind the other in a slot, a range of each whole state in host memory."""
     span = layout.span
     assert span is not None
     assert span.whole is not None

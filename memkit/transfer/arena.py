@@ -1,5 +1,4 @@
-"""Pinned host memory of exact size for bytes that leave a device, used again in the same places. If the system does not pin it,
-an arena may go on with memory that is not pinned, copied through `staging`."""
+"""Pinned host memory of exact size, used again in the same places; what the system does not pin is copied through `staging`."""
 
 from __future__ import annotations
 
@@ -125,8 +124,7 @@ class Arena:
 
     @_mended
     def take_pinned_as_one(self, sizes_bytes: Sequence[int]) -> list[Span]:
-        """Allocate neighboring spans, each pinned as one range (or one range, if this arena goes on without pins), so that one
-        copy may cover any part. They are always new memory, in whole pages: for long use."""
+        """Allocate neighboring new spans in whole pages, each of one range (pinned as one, if at all), for long use."""
         return self._taken_by(partial(self._take_apart, sizes_bytes), sum(sizes_bytes))
 
     def _take_apart(self, sizes_bytes: Sequence[int], *, is_buffer: bool = False) -> list[Span]:
@@ -140,8 +138,7 @@ class Arena:
         return spans
 
     def _taken_by(self, take: Callable[[], _Taken], num_bytes: int) -> _Taken:
-        """Return the `num_bytes` that `take` allocates. If the system does not pin them, take unpinned memory and staging
-        buffers, if there is room for both."""
+        """Return the `num_bytes` that `take` allocates: unpinned, with staging buffers, if the system does not pin them."""
         try:
             return take()
         except PinError as error:
@@ -185,9 +182,7 @@ class Arena:
 
     @_mended
     def give(self, span: Span, last_use: Event | None = None) -> None:
-        """Free a span, whose bytes mean nothing once `last_use` is reached. `Device.note_host_free` hears of it now, or when
-        the bytes are taken again after that, but never of bytes that a copy may still read: their next user waits for
-        `Span.free_events`."""
+        """Free a span once `last_use` is reached: the next user of bytes still to be read waits for `Span.free_events`."""
         assert self.has(span), "a span was given back twice, or to another arena"
         if last_use is not None:
             self._last_uses.extend((byte_range, last_use) for byte_range in span.ranges)
@@ -200,8 +195,7 @@ class Arena:
 
     @_mended
     def give_all(self, *, but_for: Iterable[Span] = ()) -> None:
-        """Free all spans, also those that their owners never got because of an interrupt. The host must have waited for all
-        copies."""
+        """Free all spans but some, also those that an interrupt has lost. The host has waited for all copies."""
         needed = {*but_for, *self._buffer_spans}
         for span in [span for span in self._spans.values() if span not in needed]:
             self._note_free(span)
@@ -210,8 +204,7 @@ class Arena:
 
     @_mended
     def reserve(self, num_bytes: int) -> None:
-        """Begin to commit memory in the background, until so many bytes are held in all, or as many as `limit_bytes` allows.
-        Raises nothing: `take` does when it meets a failure."""
+        """Begin to commit memory in the background up to so many bytes in all; `take` raises what has failed."""
         with contextlib.suppress(HostMemoryError):
             if self.limit_bytes is not None:
                 num_bytes = min(num_bytes, self.limit_bytes // HOST_PAGE_BYTES * HOST_PAGE_BYTES)
@@ -219,8 +212,7 @@ class Arena:
 
     @_mended
     def trim(self, num_bytes: int = 0) -> None:
-        """Give free memory back to the system in whole segments, from the high end down to `num_bytes`, or to the first one
-        that is in use or that a copy may still read."""
+        """Give free segments back to the system, from the high end down to `num_bytes`, or to the first that may be in use."""
         while self._segments and (last := self._segments[-1]).start >= num_bytes and self._is_free(last):
             self._drop(last)
 
@@ -237,8 +229,7 @@ class Arena:
 
     @_mended
     def close(self) -> None:
-        """Give all memory back; no span may be in use. Memory that a copy may still read goes back with the next call, or with
-        the arena itself. Only copies of unpinned memory are waited for."""
+        """Give all memory back; no span is in use. What a copy may still read goes back later."""
         assert set(self._spans.values()) <= set(self._buffer_spans), "an arena was closed while spans of it were in use"
         if self._staging is not None:
             self._staging.close()
@@ -250,7 +241,6 @@ class Arena:
         self.trim()
 
     def drain(self) -> None:
-        """Make the host wait until each copy of unpinned memory is on its lane, or has failed."""
         if self._staging is not None:
             self._staging.drain()
 

@@ -37,7 +37,6 @@ class DiskTransfer:
         self._begin = begin
         """Waits for the events ahead of the first block."""
         self.is_beginning = False
-        """Whether a thread is in `begin`, so that others have nothing to do yet."""
         self._next = self._num_moving = 0
 
     @property
@@ -51,7 +50,6 @@ class DiskTransfer:
 
     @property
     def may_move(self) -> bool:
-        """Whether the wait ahead of the first block is over, or none is needed."""
         return self._begin is None and not self.is_beginning
 
     def take_step(self) -> Callable[[], None]:
@@ -190,13 +188,11 @@ class DiskStore:
         self._gaps = Gaps()
         self._gaps.ranges = [(0, file.num_bytes)]
         self._beginning: DiskCopy | None = None
-        """The copy whose transfer is being put into the queue."""
         self._is_closed = False
         self._shut = weakref.finalize(self, _shut, queue, file)
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes of the file that chunks have, or are about to have."""
         return self.file.num_bytes - self._gaps.num_bytes
 
     @property
@@ -208,7 +204,6 @@ class DiskStore:
 
     @mended
     def extend(self, num_bytes: int) -> None:
-        """Have room for so many bytes in all, whole pages: at least as many as before."""
         before = self.file.num_bytes
         self.file.extend(num_bytes)
         if num_bytes > before:
@@ -224,8 +219,7 @@ class DiskStore:
 
     @mended
     def map(self, copy: DiskCopy) -> memoryview:
-        """Give a chunk a place of its own that it keeps, and return its bytes as memory: `read` finds later writes to it. The
-        memory holds the room on the disk, even once this is closed."""
+        """Give a chunk a place that it keeps, and return its bytes as memory, which holds the room on the disk."""
         assert not copy.places[0]
         ranges = self._gaps.take(rounded(copy.num_bytes, DISK_PAGE_BYTES))
         if not ranges:
@@ -254,8 +248,7 @@ class DiskStore:
 
     @mended
     def write(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:
-        """Begin to write a chunk to a new place, once its last transfer has ended and `after` is reached. The span stays
-        unchanged until `wait` has returned."""
+        """Begin to write a chunk to a new place, once `after` is reached. The span stays unchanged until `wait` returns."""
         self._prepare(copy, span)
         size = rounded(copy.num_bytes, DISK_PAGE_BYTES)
         if self._gaps.num_bytes < size:
@@ -273,8 +266,7 @@ class DiskStore:
 
     @mended
     def read(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:
-        """Begin to read a chunk, once its last transfer has ended and `after` is reached. Until `wait` has returned, the span's
-        bytes mean nothing."""
+        """Begin to read a chunk, once `after` is reached. Until `wait` has returned, the span's bytes mean nothing."""
         self._prepare(copy, span)
         assert copy.places[0], f'"{copy.name}" is read, and was never written'
         self.read_bytes += copy.num_bytes
@@ -298,7 +290,6 @@ class DiskStore:
 
     @mended
     def close(self) -> None:
-        """End all transfers and threads, and give the room on the disk back. Calling it again does nothing."""
         self._shut()
         self._is_closed = True
 

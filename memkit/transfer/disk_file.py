@@ -35,8 +35,7 @@ class DiskBlock:
 
 
 def cut_in_blocks(ranges: Sequence[Range], pieces: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES) -> list[DiskBlock]:
-    """Return the blocks that move all bytes of some memory, in order, from or to ranges of a file. A rest that fills no page is
-    a block of its own, so that all others may be aligned."""
+    """Return the blocks that move all bytes of some memory, in order; a rest that fills no page is a block of its own."""
     memories = [(piece.data_ptr(), piece.numpy().data) for piece in pieces if piece.numel()]
     total = sum(len(memory) for _, memory in memories)
     whole = total // DISK_PAGE_BYTES * DISK_PAGE_BYTES
@@ -157,8 +156,7 @@ def _behind(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 class ScratchFile(DiskFile):
-    """A file without a name, which only its owner may read: the system takes it back when it is closed, or the process ends.
-    All its room on the disk is reserved at the start."""
+    """A file without a name, whose room is reserved at the start: the system takes it back when the process ends."""
 
     def __init__(self, directory: Path, num_bytes: int) -> None:
         super().__init__()

@@ -113,8 +113,7 @@ def refusal_of(num_bytes: int, promised_bytes: int) -> HostMemoryError | None:
 
 
 def container_room_bytes() -> int | None:
-    """Return how many more bytes the control groups of this process (version 2 or 1) allow; None without limits. Unused cached
-    files count as room: the kernel drops them first."""
+    """Return how many more bytes the process's control groups allow, counting unused cached files; None without limits."""
     rooms = []
     for line in _lines(OWN_CGROUPS):
         _, controllers, path = line.split(":", 2)
@@ -153,9 +152,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Span:
-    """Allocated host memory: `num_bytes` at `offset`, or scattered over several `ranges`, of which that is the first. `pieces`
-    are its bytes in order, of dtype uint8, cut where pinned segments meet: one copy must not cross such an edge. Before work
-    writes to the span, it waits for `free_events`: copies that may still read the bytes from before."""
+    """Allocated host memory: `pieces` of uint8, cut where no copy may cross. Writers wait for `free_events`."""
 
     offset: int
     num_bytes: int
@@ -184,8 +181,7 @@ class Gaps:
         return sum(end - start for start, end in self.ranges)
 
     def take(self, size: int, *, scatters: bool = False) -> tuple[Range, ...]:
-        """Take so many bytes of the lowest range that has room. If none has: none, or with `scatters` of several, the largest
-        first."""
+        """Take bytes of the lowest range that has room. If none has: none, or with `scatters` of several, the largest first."""
         for at, (start, end) in enumerate(self.ranges):
             if end - start >= size:
                 self.ranges[at : at + 1] = [(start + size, end)] if end - start > size else []
@@ -222,8 +218,7 @@ _NUM_THREADS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Memory that was committed as one. The future `pinned` is done once it is touched and (if `is_pinned`) pinned, or that has
-    failed."""
+    """Memory committed as one. `pinned` is done once it is touched and (if `is_pinned`) pinned, or that has failed."""
 
     start: int
     end: int
@@ -233,8 +228,7 @@ class Segment:
 
 
 class PinnedSegments:
-    """The segments of one arena, lowest first. The caller holds the arena's lock; the threads that pin never take it. A segment
-    is noted before it is pinned and until it is unpinned: see [Note: interrupted arena] in `memkit.transfer.arena`."""
+    """The segments of one arena, lowest first, under its lock, which no pinning thread takes: see [Note: interrupted arena]."""
 
     def __init__(self, device: Device) -> None:
         self.all: list[Segment] = []

@@ -101,8 +101,7 @@ class Prefetcher(Protocol):
         """Whether it may have something to fetch."""
 
     def bring_until(self, use_order: int) -> bool:
-        """Put on the lane whatever the backward needs sooner than the forward's use `use_order`. Tell whether all of that is on
-        the lane or on the device: some of it may have no room yet."""
+        """Put on the lane what the backward needs sooner than the use `use_order`; tell whether all of it is on its way."""
 
 
 class Lanes:
@@ -158,15 +157,13 @@ class Lanes:
         return self.copy(self.back, storage, span, is_out=False, after=after, start=start)
 
     def batch_out(self, spans: Sequence[Span]) -> CopyBatch:
-        """Prepare copies to pinned spans, one from a storage to each, for `start_out`. The lane to the host waits for the
-        spans' last users now."""
+        """Prepare copies to pinned spans, one from a storage to each. The lane waits for the spans' last users now."""
         for event in {event for span in spans for event in span.free_events}:
             self._device.wait_event(self.out, event)
         return self._device.copy_batch(self.out, [*_pieces_of(spans)], is_out=True)
 
     def start_out(self, batch: CopyBatch, storages: Sequence[torch.UntypedStorage]) -> Event:
-        """Put a batch of `batch_out` on the lane, after all work of the current stream. Return the event at its end, which the
-        next start reuses."""
+        """Put a batch on the lane, behind the current stream. Return the event at its end, which the next start reuses."""
         with label("evict") if torch_private.profiler_is_on() else NO_LABEL:
             batch.start(storages)
             return batch.done
@@ -198,8 +195,7 @@ class Lanes:
             return Transfer(span.num_bytes, started, device.record_event(lane))
 
     def copy_parts(self, span: Span, parts: Sequence[Tensor], *, after: Iterable[Event], is_out: bool = False) -> Event:
-        """Copy a pinned span into a storage, or back to the span, as `copy` does with `parts`; return the event at its end. It
-        costs the host less than `copy`, since it cannot be timed."""
+        """As `copy` with `parts` of a pinned span, for less of the host's time, untimed. Return the event at its end."""
         device, lane = self._device, self.out if is_out else self.back
         for event in after:
             device.wait_event(lane, event)
@@ -211,8 +207,7 @@ class Lanes:
         return device.record_event(lane, timed=False)
 
     def copy_back_by_turns(self, pieces: Sequence[Tensor], parts: Sequence[Tensor], *, after: Iterable[Event]) -> Event:
-        """Copy pieces of pinned host memory to parts of a storage on two streams in turn: see [Note: copies by turns].
-        Return an event on `back` at the end of all copies."""
+        """Copy pieces of pinned memory to a storage on two streams in turn. Return an event on `back` at the end of all."""
         device = self._device
         for number, (piece, part) in enumerate(zip(pieces, parts, strict=True), start=1):
             lane = self.back_by_turns[(len(pieces) - number) % 2]

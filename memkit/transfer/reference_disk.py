@@ -19,8 +19,7 @@ POISON = 0xCB
 """The content of memory until a read has landed in it, and of free places in the file."""
 
 Fault = Callable[[str, int, int], int]
-"""Called ahead of each "reserve", "read" or "write" with its offset and its number of bytes: returns how many of these to move,
-or raises an `OSError`; it may sleep."""
+"""Called with a kind of request, its offset and bytes: returns how many of these to move, or raises an `OSError`."""
 
 
 class ReferenceDisk(Disk):

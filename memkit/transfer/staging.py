@@ -29,8 +29,7 @@ NUM_BUFFERS = 4
 
 
 class PromisedEvent(Event):
-    """An event that a thread has yet to record. If the thread fails, no part of the copy is under way, and waiting raises
-    why."""
+    """An event that a thread has yet to record. If the thread has failed, waiting raises why."""
 
     __slots__ = ("_recording", "_thread", "_which")
 
@@ -73,8 +72,7 @@ class Staging:
         after: Iterable[Event],
         start: int = 0,
     ) -> tuple[Event, Event]:
-        """Request a copy between a storage of the device, from byte `start` on, and pieces of host memory. Return its begin and
-        its end. The caller keeps both sides alive until it has waited for the end."""
+        """Request a copy between a storage and pieces of host memory. Return its begin and end, for which the caller waits."""
         side = self._sides[is_out]
         # A weak reference, since a slot counts the holders of its storage.
         recording = side.thread.submit(side.copy, lane, weakref.ref(storage), pieces, tuple(after), start)

@@ -79,8 +79,7 @@ class Accumulation(ABC):
 
     @abstractmethod
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-        """Remove all hooks; no backward may be running. Calling it again finishes an interrupted call. Return storages of host
-        memory that the caller still holds, each with a copy that outlives the host memory."""
+        """Remove all hooks; return storages of host memory that the caller holds, each with a copy that outlives it."""
 
     def watch_recomputes(self, model: nn.Module) -> None:  # noqa: B027  # not all want to know
         """Call `note_recompute` for modules that do not stream, too. Calling it again does nothing."""
@@ -94,8 +93,7 @@ class Accumulation(ABC):
 
     @abstractmethod
     def note_forward(self, chunk: LayerChunk, *, is_followed: bool) -> None:
-        """Note the nodes of a layer's forward, while its parameters are still in a slot; `is_followed`: the output has a graph,
-        which keeps the object from `note_call` and calls `begin_backward`."""
+        """Note the nodes of a layer's forward, while its parameters are in a slot; `is_followed`: its backward is seen."""
 
     def begin_backward(self, chunk: LayerChunk) -> None:  # noqa: B027
         """A backward reaches an output of a layer."""
@@ -128,8 +126,7 @@ class Accumulation(ABC):
         raise LayerOffloadError(self._refusal)
 
     def _end_backward(self, task: int, has_failed: bool) -> None:
-        """Hand over the rest when a backward has ended, unless it failed: then some gradients are missing, as the engine leaves
-        them. If this raises, the backward fails with that error, and this is called again."""
+        """Hand over the rest when a backward has ended well. If this raises, the backward fails, and this is called again."""
         if task not in self._tasks:
             return
         if not has_failed:

@@ -153,7 +153,6 @@ class StreamedParameter:
         )
 
     def in_module(self) -> Any:
-        """Return what its module has in its place now."""
         module, key = self.places[0]
         return torch_private.parameters_of(module).get(key)
 
@@ -168,8 +167,7 @@ class StreamedParameter:
 
 
 class Binding:
-    """All parameters of a chunk, as arrays made once: a step goes through them without a call for each. `renew` is due when one
-    is replaced, or its host copy's layout changes."""
+    """All parameters of a chunk, as arrays made once: `renew` is due when one is replaced, or its layout changes."""
 
     def __init__(self, parameters: Sequence[StreamedParameter]) -> None:
         self.parameters = tuple(parameters)
@@ -204,8 +202,7 @@ class Binding:
         self._sample = next(floating, 0)
 
     def check_unchanged(self, *, in_modules: bool = True) -> bool:
-        """Tell whether each parameter is its host copy, where that was made, and with `in_modules` the modules have it (a
-        backward has its forward's parameters); False if one wraps others, which are not looked into."""
+        """Tell whether each parameter is its host copy, where that was made, and with `in_modules` its module's."""
         tensors = self.tensors
         if self.wrappers or tuple(map(Tensor.data_ptr, tensors)) != self._addresses:
             return False
@@ -323,8 +320,7 @@ class LayerChunk:
         self.residency = residency
 
     def move_to_host(self, read: Callable[[Tensor, Tensor], None] | None = None) -> None:
-        """Copy the parameters to the host copy, in `span` or on a disk, and point them at it; `read` fills a host copy (its
-        second argument) with a parameter (its first) in place of a copy."""
+        """Copy the parameters to the host copy, in `span` or on a disk, by `read` in place of a copy, and point them at it."""
         memory: Any = self.mapped
         if memory is None:
             assert self.span is not None
@@ -350,7 +346,6 @@ class LayerChunk:
                     streamed.parameter.grad = grad.to(HOST)
 
     def let_go_of_disk(self) -> None:
-        """Drop the mapping of a disk, once the parameters are restored."""
         if self.mapped is not None and not self.is_on_host:
             self.mapped, self.held = None, []
             for part in self._parts():
@@ -363,8 +358,7 @@ class LayerChunk:
         return self.is_on_host and not self._restored
 
     def restore(self) -> None:
-        """Make the parameters tensors of their own again, where they were found; see also `held`. The caller's replacements
-        stay. Calling it again after an interrupt does the rest."""
+        """Make the parameters tensors of their own again, where they were found; see also `held`. May be repeated."""
         copied = self._restored
         with without_modes():
             for streamed in self.parameters:
@@ -403,9 +397,7 @@ _ADVICE = "Call offload.close() first, change the model, and make a new LayerOff
 
 
 def adopt(chunk: LayerChunk, *, may_replace: bool = True) -> list[StreamedParameter]:
-    """Take over data that parameters were given (`parameter.data = other`), and parameters that were put in the place of others
-    (`load_state_dict(assign=True)`), and return them. Without `may_replace`, while a graph that has used the parameters is
-    alive, replaced ones are left to the next forward."""
+    """Take over and return data that parameters were given and, unless a graph is alive, parameters put in their place."""
     if chunk.binding.check_unchanged(in_modules=may_replace):
         return []
     adopted = [streamed for streamed in chunk.parameters if _is_replaced(streamed)]

@@ -30,8 +30,7 @@ from memkit.weights.streaming import Streamer
 
 
 class InnerHooks(HookSet):
-    """Hooks around the forwards of modules that seldom run by themselves. Each step takes them off and puts them back, without
-    a Python call for each: no interrupt comes in between."""
+    """Hooks around forwards of modules that seldom run by themselves, taken off and put back in one C call each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,8 +77,7 @@ class InnerHooks(HookSet):
 
 
 class Forwards(NotCopied):
-    """Has the parameters of each layer lie in a slot while it runs. `before_pass` is called when an outermost forward outside
-    of a backward begins, and may call `watch` anew; `note_adopted` with parameters that the caller has put in others' place."""
+    """Has the parameters of each layer lie in a slot while it runs. `before_pass` is called ahead of an outermost forward."""
 
     def __init__(
         self, model: nn.Module, before_pass: Callable[[], None], note_adopted: Callable[[StreamedParameter], None]
@@ -119,7 +117,6 @@ class Forwards(NotCopied):
                 self._outer_hooks.around_forward(module, before=self._before_outer, after=self._after_outer)
 
     def time_with(self, timing: StepTiming | None, resident: dict[str, nn.Module]) -> None:
-        """Time the layers from now on, also the resident ones; None: no longer."""
         self._timing_hooks.remove()
         self._timing = timing
         if timing is not None:

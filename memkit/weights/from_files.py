@@ -167,8 +167,7 @@ class StoredTensor:
 
 
 class Checkpoint:
-    """The tensors of a safetensors file, or of a directory with `model.safetensors.index.json` and its files,
-    `model.safetensors`, or just one file of this kind, by name. Their bytes are read when asked for."""
+    """The tensors of a safetensors file, or of a directory with an index or one such file, by name, read when asked for."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
@@ -272,8 +271,7 @@ _MOST_NAMED = 5
 
 
 class FileWeights:
-    """Weights of a model in safetensors files (see `Checkpoint`), if any are given. Nothing is changed before `open`. Tensors
-    on torch's "meta" device become tensors of the CPU, and stay the same objects: only addresses, until they are read."""
+    """Weights of a model in safetensors files (if given) for tensors on the "meta" device: they stay the same objects."""
 
     def __init__(self, model: nn.Module, path: FilePath | None) -> None:
         self._opened: list[tuple[Tensor, Tensor]] = []
@@ -350,7 +348,6 @@ class FileWeights:
                     self._checkpoint.read(self._names[id(tensor)], tensor.detach())
 
     def undo(self) -> None:
-        """Take the data from tensors that had none."""
         while self._opened:
             tensor, other = self._opened[-1]
             if not tensor.is_meta:  # an interrupt may have come ahead of the change

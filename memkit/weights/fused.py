@@ -1,5 +1,4 @@
-"""Optimizer steps within the backward (`train="fused"`). A failed backward leaves each parameter stepped once with its whole
-gradient, or not at all, weights and state alike: see [Note: interrupts of streaming] in `memkit.weights.streaming`."""
+"""Optimizer steps within the backward (`train="fused"`): each parameter once with its whole gradient, or not at all."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ class _Sum:
 
 
 class FusedSteps(NotCopied, Accumulation):
-    """Steps parameters inside of the backward, streamed or not. `make` is called once, with all trained parameters: the groups
-    hold for every step, so that schedulers and `state_dict` work on the optimizer. Its state is on the device."""
+    """Steps parameters inside of the backward, streamed or not, by the optimizer that `make` returns for all of them."""
 
     def __init__(self, device: Device, streamer: Streamer, make: MakeOptimizer, trained: Sequence[nn.Parameter]) -> None:
         super().__init__(device)
@@ -330,7 +328,6 @@ class FusedSteps(NotCopied, Accumulation):
                 self._take(streamed, part)
 
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
-        """Step a parameter in its slot, and write the layer back once that was its last."""
         chunk, parameter = self._layers[streamed], streamed.parameter
         with self.streamer.lock:
             slot, beside = self.streamer.use(chunk), self._beside

@@ -213,8 +213,7 @@ _MOST_TARGETS = 8
 
 
 class HostGradients(Accumulation):
-    """Takes the gradients of streamed parameters to the host. `rest` puts all parameters back to where they are at rest;
-    `others` returns the spans that others have taken of the arena."""
+    """Takes the gradients of streamed parameters to the host; `rest` puts parameters to rest, `others` are others' spans."""
 
     def __init__(
         self,
@@ -639,7 +638,6 @@ class HostGradients(Accumulation):
         return self._fly([storage], storage.nbytes(), partial(self._copy_to, storage, span))
 
     def _make_room(self, num_bytes: int) -> None:
-        """Wait until gradients in flight, with so many bytes more, fit into the window."""
         while self._in_flight and self._in_flight_bytes + num_bytes > self._window_bytes:
             self._await_oldest()  # may raise, and then nothing writes to the span
 

@@ -149,11 +149,7 @@ class _ReadBuffer:
 
 
 class DiskCopies:
-    """The layers in a scratch file. They are frozen: memkit writes them once.
-
-    Between passes each parameter is a tensor over the file's mapped bytes: the system reads and writes them. For a pass they
-    are read past the mapping into a few buffers, as far ahead as these reach, and copied from there to slots.
-    """
+    """The frozen layers in a scratch file: mapped between passes, and for a pass read past the mapping into a few buffers."""
 
     def __init__(self, disk: Disk, device: Device) -> None:
         self._disk, self._device = disk, device
@@ -199,7 +195,6 @@ class DiskCopies:
             buffer.state = None
 
     def read_ahead(self, chunks: Iterable[LayerChunk]) -> None:
-        """Begin to read the layers that are needed next, in this order."""
         wanted = [chunk for chunk, _ in zip(chunks, self._buffers, strict=False)]
         for chunk in wanted:
             if self._find(chunk) is None:
@@ -209,7 +204,6 @@ class DiskCopies:
                 self._read(chunk, free)
 
     def is_here(self, chunk: LayerChunk) -> bool:
-        """Tell whether a layer can be copied to a slot without a wait for the disk."""
         transfer = self._copies[chunk].transfer
         return self._find(chunk) is not None and (transfer is None or transfer.is_over)
 
@@ -251,13 +245,11 @@ class DiskCopies:
         buffer.state = state
 
     def drain(self) -> None:
-        """Make the host wait until each copy from memory that is not pinned is on its lane, or has failed."""
         for buffer in self._buffers:
             if buffer.room.staging is not None:
                 buffer.room.staging.drain()
 
     def close(self) -> None:
-        """Give the room on the disk back, but for mapped bytes. The host has waited for all copies."""
         if self._opened is not None:
             self._opened.close()
 

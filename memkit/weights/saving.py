@@ -57,8 +57,7 @@ _MOST_VIEWS = 1024
 
 
 class SavedWeight(tuple[Any, ...]):
-    """A weight in a slot, or a view, as autograd saves it: (layer, parameter, parameter's version plus `num_changes`, geometry
-    in the slot). It does not keep the slot. Making or taking apart a plain tuple calls no Python function."""
+    """A weight in a slot, as autograd saves it: (layer, parameter, its version plus `num_changes`, geometry)."""
 
     __slots__ = ()
 
@@ -69,8 +68,7 @@ class Lying(NamedTuple):
     stream_number: int
     """Of the stream that has waited for the slot."""
     state: object
-    """The slot's `state` when this was made. While the slot has the identical object, it was not filled again, and the
-    parameters point at it: only a parameter's version has to be compared."""
+    """The slot's `state` when this was made: while that is the identical object, the slot was not filled again."""
 
 
 class _HandedOn(tuple[Any, ...]):
@@ -80,8 +78,7 @@ class _HandedOn(tuple[Any, ...]):
 
 
 class _Saves:
-    """Pack and unpack hooks for the forwards of streamed layers. `outer` are the innermost hooks before (of another context of
-    memkit, a user or a checkpoint). With `hands_on_weights` they are given weights as well, and then keep the slot."""
+    """Pack and unpack hooks of streamed layers' forwards; `outer` hooks get weights as well if `hands_on_weights`."""
 
     def __init__(self, streamer: Streamer, outer: HookPair | None, *, hands_on_weights: bool) -> None:
         self._streamer = streamer

@@ -29,8 +29,7 @@ _SHARE_OF_LONGEST = 0.5
 _MAX_SLOTS = 3
 """The default of `LayerOffload`. The layers found do not depend on the number it is given."""
 _MOST, _CLEARLY, _FAR = 1 / 2, 1 / 10, 2
-"""Blocks are the layers in place of their stages if they are most of these by bytes; if they free this share of all bytes more
-than the stages would; and this many times as much with all slots."""
+"""Blocks replace their stages if they are most of these by bytes, free so much of all more, and so many times as much."""
 
 
 def find_layers(model: nn.Module, choice: LayerChoice, *, feature: str = "LayerOffload") -> dict[str, nn.Module]:
@@ -102,9 +101,7 @@ class _List:
 
 
 def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the elements of lists of modules of one class, the one that frees the most device memory if it streams; where
-    these are stages, the blocks in them. Other lists of the same kind (ModuleList, or Sequential) are added if they are at
-    least half as long, and free some more."""
+    """Return the elements of the lists of one class that free the most device memory, or of stages the blocks in them."""
     lists = [
         _List(isinstance(module, nn.ModuleList), _resolved(name, module))
         for name, module in _lists_in(modules, at_least=2).items()
@@ -141,8 +138,7 @@ def _lists_in(modules: Mapping[str, nn.Module], *, at_least: int) -> dict[str, n
 
 
 def _resolved(name: str, module: nn.ModuleList | nn.Sequential) -> dict[str, nn.Module]:
-    """Return the elements of a list, or the blocks in them if they are stages: few, and mostly of different sizes, so that
-    slots for them take about as much as they have. Blocks are taken if they make up most of the stages and free far more."""
+    """Return the elements of a list, or the blocks in them if they make up most of them and free far more."""
     elements = {f"{name}.{key}" if name else key: item for key, item in module.named_children()}
     if all(isinstance(item, nn.ModuleList) for item in elements.values()):  # no forward calls these
         lists = {prefix: item for prefix, item in elements.items() if isinstance(item, nn.ModuleList)}

@@ -53,8 +53,7 @@ class _Point:
 
 
 class StepTiming:
-    """Times the second pass of its kind: the first one chooses kernels, and finds the order of the layers. With `is_trained` a
-    few samples ahead of a backward (a check of the validation) are skipped; `resets_peak` makes the peak the pass's own."""
+    """Times the second pass of its kind: the first chooses kernels. If `is_trained`, samples ahead of it don't count."""
 
     def __init__(self, streamer: Streamer, *, is_trained: bool, resets_peak: bool) -> None:
         self._device, self._streamer = streamer.device, streamer
@@ -90,7 +89,6 @@ class StepTiming:
         return False
 
     def begin_layer(self, name: str) -> None:
-        """Note that the current stream has come to a layer, and may be about to wait for its weights."""
         if not self._is_timing or self._is_timed:
             return
         task = torch_private.backward_task()
@@ -217,8 +215,7 @@ def plan_layers(
     num_slots: int,
     state_bytes: int,
 ) -> ResidencyPlan:
-    """Return which layers stream: with "auto", all at first. Exactly one of the sizes is not None. `state_bytes` are those of
-    the layers' optimizer states, which stay on the device."""
+    """Return which layers stream: with "auto", all at first. Exactly one of the sizes is not None."""
     sizes = {"offload_ratio": offload_ratio, "budget": budget, "num_resident": num_resident}
     given = [name for name, size in sizes.items() if size is not None]
     if len(given) != 1:
@@ -281,9 +278,7 @@ def plan_measured(
     num_slots: int,
     capacity_bytes: int | None,
 ) -> ResidencyPlan:
-    """Return the plan that streams the most that hides; if the device has no room for the rest then, the least that fits. With
-    "host", a layer that stays has its gradients and optimizer states on the device as well. `capacity_bytes` are the bytes that
-    the process may allocate there, if known."""
+    """Return the plan that streams the most that hides; if the device has no room for the rest then, the least that fits."""
     if times.h2d_bytes_per_s is None:
         return plan_again(plan, costs, None)
     budget_bytes = None

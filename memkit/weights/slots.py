@@ -1,5 +1,4 @@
-"""Device memory that layers use in turn: which layer is in which slot, and when the slot may be written to again. For the order
-of notes and copies see [Note: interrupts of streaming] in `memkit.weights.streaming`."""
+"""Device memory that layers use in turn. For the order of notes and copies see [Note: interrupts of streaming]."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from memkit.weights.chunks import LayerChunk, without_modes
 
 
 class Slot:
-    """A storage of its own, with the bytes of one layer at a time. It is in use while the layer runs, and while a graph or the
-    caller holds its storage."""
+    """A storage with the bytes of one layer at a time, in use while the layer runs, or somebody holds the storage."""
 
     def __init__(self, device: Device, storage: torch.UntypedStorage, *, is_overflow: bool = False) -> None:
         self.storage = storage
@@ -45,8 +43,7 @@ class Slot:
         self.ready: Event | None = None
         self.is_ready = False
         self.stepped: Event | None = None
-        """Reached when the last step of a parameter here beside the backward is done; None if there was none since it was
-        filled. Streams wait for it, except for the rest of the layer's own backward."""
+        """Reached when the last step of a parameter here beside the backward is done; others than that backward wait for it."""
         self.left: Event | None = None
         self._has_unknown = False
         """Whether a copy from or to it may be under way whose event an interrupt kept from being recorded."""
@@ -155,7 +152,6 @@ class Slot:
         self.chunk.become(Residency.DIRTY)
 
     def note_written(self, chunk: LayerChunk, stepped: Event | None = None) -> None:
-        """Note that the work before the event `stepped`, or the current stream's so far, has written to the weights here."""
         self.state = chunk.state()
         if stepped is None:
             self._device.note_written(self.storage, -next(_num_writes))
@@ -229,9 +225,7 @@ class SlotRing:
         return self.slots.get(storage_key(storage))
 
     def find_idle(self, chunk: LayerChunk, ahead: Mapping[int, int], place: int, current: LayerChunk | None) -> Slot | None:
-        """Return an idle slot for a layer, None if there is none: one whose layer is not expected, else the one whose layer is
-        used last (from `place` on in `ahead`, see `LayerOrder.ahead`); among equals the one filled longest ago, whose work is
-        done soonest."""
+        """Return an idle slot for a layer, None without one: of a layer not expected, else of the one that is used last."""
         size = self._sizes.get(chunk.num_bytes)
         if size is None:
             size = self._sizes[chunk.num_bytes] = slot_size_of(chunk.num_bytes, self._slot_bytes)
@@ -277,7 +271,6 @@ class SlotRing:
             slot.state = None
 
     def await_copies(self) -> None:
-        """Make the host wait for staging threads, which hold slots while they copy."""
         for event in (event for slot in self.slots.values() for event in (slot.ready, slot.left) if event is not None):
             with suppress(Exception):  # the use of the bytes raises it
                 event.recorded()

@@ -189,7 +189,6 @@ class Streamer:
     # Using layers
 
     def use(self, chunk: LayerChunk) -> Slot:
-        """Return the slot with the bytes of a layer, for work put on the current stream from now on."""
         with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
             if self.is_closed:
                 raise LayerOffloadError(
@@ -223,8 +222,7 @@ class Streamer:
             return slot
 
     def begin_backward(self, chunk: LayerChunk) -> None:
-        """Begin the backward of a layer: its parameters lie in the slot until another layer's begins. Saved tensors do not need
-        that, but a `torch.autograd.Function` with the parameters in its `ctx` does, and a checkpoint inside of the layer."""
+        """Begin the backward of a layer: its parameters lie in the slot, for functions and checkpoints that need them."""
         with torch_private.without_python_dispatch(), self.lock:
             if self.is_closed or self._in_backward is chunk or not chunk.is_on_host:
                 return
@@ -250,7 +248,6 @@ class Streamer:
                 self._in_backward = None
 
     def leave(self, chunk: LayerChunk, *, use: object) -> None:
-        """End a layer's forward or backward, whose work is on the current stream."""
         with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
             if torch_private.backward_task() == -1:
                 chunk.use_order = self._lanes.next_use()
@@ -303,7 +300,6 @@ class Streamer:
         return True
 
     def bring_until(self, use_order: int) -> bool:
-        """Fetch the layers needed sooner than the one used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
         is_free = False
         try:
             is_free = self.lock.acquire(blocking=False)
@@ -385,12 +381,10 @@ class Streamer:
     # Lending
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """See `memkit.core.owners.Owner`."""
         with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
             return StreamedHandle(self, tensor).unpack
 
     def streamed(self) -> StreamedWeights:
-        """See `memkit.core.owners.Owner`."""
         items = [item for chunk in self.chunks for item in chunk.parameters]
         with self.lock:
             return StreamedWeights(

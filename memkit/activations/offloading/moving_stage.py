@@ -36,8 +36,6 @@ paused = Blocks()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadOptions:
-    """The arguments of a `CPUOffload`. A stage holds these, since the context may die before its graphs."""
-
     min_bytes: int
     window_bytes: int | None
     host_limit_bytes: int | None
@@ -343,7 +341,6 @@ class MovingStage(Stage):
         return found
 
     def mark(self, tensor: Tensor, action: Action) -> None:
-        """A mark to recompute counts from the next forward on, which is recorded."""
         self._stop_schedule()
         if action is Action.RECOMPUTE:
             self._state.is_recorded = True
@@ -371,8 +368,7 @@ def follow_schedule(
     tensor: Tensor,
     behind: ScheduledForward | None,
 ) -> ScheduledForward | None:
-    """Have saves follow an earlier forward from a tensor on, if the forward followed so far (`behind`) has done nothing yet;
-    None if no such forward is known, or another is running."""
+    """Have saves follow an earlier forward from a tensor on; None if no such forward is known, or another is running."""
     window.settle()
     under, ratio, window_bytes, min_bytes = asked
     place, tried = (0, ()) if behind is None else (behind.num_saves, behind.tried)
@@ -494,7 +490,6 @@ class RatioDecider(RatioSoFar):
         return self._filed or self.follower.trace
 
     def finish(self) -> bool:
-        """Return whether a followed report did not match."""
         follower, trace, keys = self.follower, self.follower.trace, self.follower.keys
         if not keys:
             return False
@@ -530,8 +525,7 @@ class RatioDecider(RatioSoFar):
     def learn(
         self, order: tuple[int, ...], working_bytes: tuple[int, ...], requests: tuple[tuple[int, ...], ...], *, is_whole: bool
     ) -> None:
-        """Learn from a backward: the order of first requests, the bytes beside saved values at each, and all requests so far.
-        The order is incomplete if values are left to request (not `is_whole`)."""
+        """Learn from a backward. Its order is incomplete if values are left to request (not `is_whole`)."""
         trace = self._whole
         if trace is None:
             return
@@ -562,11 +556,7 @@ def _leaves_with(wrapper: Tensor, name: str) -> bool:
 
 
 def is_from_leaf(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a parameter or another leaf that requires grad, a view of one, or a cast of one.
-
-    A linear layer saves `weight.t()`, which is no parameter; autocast saves `weight.to(dtype).t()`. Moving them frees nothing:
-    the owner keeps the first anyway, and autocast's cache the second.
-    """
+    """Tell whether a tensor is a leaf, or a view or a cast of one: its owner, or autocast's cache, keeps it in any case."""
     if isinstance(tensor, nn.Parameter) or isinstance(torch_private.base_of(tensor), nn.Parameter):
         return True
     if not tensor.requires_grad:

@@ -42,7 +42,6 @@ class ScheduledSave:
     num_values: int
     before: int
     is_seen: bool
-    """Its bytes count among those that were seen."""
     small_bytes: int
     """If it has no value: the bytes that it had, which may have been too few to move."""
     is_moved: bool
@@ -62,7 +61,6 @@ class Sized:
         self.shapes: list[torch.Size | None] = []
         self.seen_bytes: list[int] = []
         self.geometries: dict[int, Geometry] = {}
-        """For each save of a moved value."""
         self.sizes_bytes: dict[int, int] = {}
         self.whole: dict[int, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
         """For each value that one request covers whole, its geometry in the storage."""
@@ -76,7 +74,6 @@ class Sized:
         return abs(1 - self.kept_bytes / max(self.unique_bytes, 1) - ratio)
 
     def fork(self, saves: Sequence[ScheduledSave]) -> Sized:
-        """Return one that has the same first saves."""
         made, values = Sized(), {save.value for save in saves}
         made.shapes, made.seen_bytes = self.shapes[: len(saves)], self.seen_bytes[: len(saves)]
         made.sizes_bytes = {value: num_bytes for value, num_bytes in self.sizes_bytes.items() if value in values}
@@ -90,8 +87,7 @@ class Sized:
 
 
 class Schedule:
-    """The copies of forwards of one trace at one ratio, one forward at a time: each part is for one backward. Which values
-    leave, and when, does not depend on sizes: see [Note: other sizes] in `scheduled`."""
+    """The copies of forwards of one trace at one ratio, whatever their sizes: see [Note: other sizes] in `scheduled`."""
 
     def __init__(
         self,
@@ -134,7 +130,6 @@ class Schedule:
         """Copies to the host, and copies to the device, take turns on two streams."""
         self._num_looks = 0
         self.sizes: list[Sized] = []
-        """The last used first."""
         self.most_host_bytes = 0
         self.first = sized = Sized()
         for save, known in zip(self.saves, seen, strict=True):
@@ -200,7 +195,6 @@ class Schedule:
     # Sizes
 
     def sum_up(self, sized: Sized) -> None:
-        """Set the figures of a size that a whole forward has shown."""
         leaving, held = self._leaving, self._held
         sizes_bytes = {value: num_bytes for value, num_bytes in sized.sizes_bytes.items() if value not in held}
         sized.unique_bytes = sum(sizes_bytes.values())
@@ -215,7 +209,6 @@ class Schedule:
         )
 
     def keep_size(self, sized: Sized) -> None:
-        """Keep a size for later forwards, as the one that was used last."""
         others = [other for other in self.sizes if other.shapes != sized.shapes]
         self.sizes = [sized, *others[: _MOST_SIZES - 1]]
         self.most_host_bytes = max(self.most_host_bytes, sum(sized.host_bytes))
@@ -254,7 +247,6 @@ class Schedule:
         return peak_bytes
 
     def _peak_of_saves(self, sizes_bytes: Mapping[int, int]) -> int:
-        """Return the most bytes while saves come."""
         copies, live_bytes, peak_bytes, num_released = self.copies, 0, 0, 0
         for save in self.saves:
             if save.value != NO_VALUE and save.is_first:
@@ -266,8 +258,7 @@ class Schedule:
         return peak_bytes
 
     def see_to_turns(self, placement: PlacedCopies) -> None:
-        """Let copies take turns from the next forward on, by direction, if a step need not wait for them: see [Note: copies by
-        turns] in `transfer.lanes`. If the host is ahead of all copies, nothing is known."""
+        """Let copies take turns from the next forward on where no step waits for them: see [Note: copies by turns]."""
         before = self.takes_turns, self.takes_turns_back
         if not self.takes_turns and placement.out and placement.out[-1].done.is_reached():
             self.takes_turns = True
@@ -304,8 +295,7 @@ def is_all_of(geometry: Geometry, num_bytes: int) -> bool:
 
 
 def make_schedule(trace: Trace, plan: Plan, device: Device, *, window_bytes: int | None, min_bytes: int) -> Schedule:
-    """Return the schedule of a trace. The forecast of the device's bytes counts if there is one backward alone. Forwards of
-    other sizes follow it if the window is not a fixed number of bytes."""
+    """Return the schedule of a trace, for other sizes as well unless the window is a fixed number of bytes."""
     seen, requests = trace.seen, trace.requests
     assert seen is not None
     assert requests is not None
@@ -371,14 +361,12 @@ class PlacedCopies:
     def __init__(self, schedule: Schedule, device: Device, lanes: Lanes) -> None:
         self._schedule, self._device, self._lanes = schedule, device, lanes
         self.pieces: dict[int, list[tuple[int, Tensor]]] = {}
-        """For each value that has host memory."""
         self.out: list[CopyBatch] = []
         self.back: list[list[CopyBatch]] = [[] for _ in schedule.parts]
         self._turns = schedule.takes_turns, schedule.takes_turns_back
         self._alone: dict[tuple[int, bool], CopyBatch] = {}
 
     def add(self, span: Span, values: Iterable[int], sizes_bytes: Mapping[int, int]) -> None:
-        """Place values in a span, one behind the other."""
         edges, start = list(itertools.accumulate(map(Tensor.numel, span.pieces), initial=0)), 0
         for value in values:
             num_bytes = sizes_bytes[value]

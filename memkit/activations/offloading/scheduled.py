@@ -77,8 +77,7 @@ def take_spans(window: OffloadWindow, sized: Sized) -> list[Span | None] | None:
 
 
 class ScheduledForward:
-    """One forward by a schedule, and its backwards; spans of host memory for requested values, and for the rest. Without these,
-    it takes host memory batch by batch, as far as there is any. Its maker holds the window's lock, and knows that `is_free`."""
+    """One forward by a schedule, and its backwards; without `spans` it takes host memory batch by batch, as far as it can."""
 
     def __init__(
         self,
@@ -111,7 +110,6 @@ class ScheduledForward:
         self.began_at = 0
         """The number of its first saves that another schedule, which begins alike, has handled."""
         self.tried: tuple[Trace, ...] = (trace,)
-        """This trace, and others that did not match."""
         self.num_sent = self.num_released = 0
         num_values = schedule.num_values
         self.held: list[torch.UntypedStorage | None] = [None] * num_values
@@ -127,7 +125,6 @@ class ScheduledForward:
         self.stream, self.home = device.stream_number(), device.current_stream()
         self._has_left = self._is_asking = False
         self.has_room = True
-        """Whether each value that was to leave has had host memory."""
         self._go_along(0)
         self._fetched = bytearray(num_values)
         self._coming: dict[int, int] = {}
@@ -139,7 +136,6 @@ class ScheduledForward:
         self.task = _NO_BACKWARD
         self._num_backwards = 0
         self._requested_spans, self._rest_spans = list(filter(None, spans[:1])), list(filter(None, spans[1:]))
-        """Host memory of requested values, and of the rest."""
         self._lent: dict[int, list[KeptHandle]] = {}
         """For values with further requests, the tensors handed out over the fetched storage."""
         self.on_end: Callable[[], None] | None = None
@@ -204,7 +200,6 @@ class ScheduledForward:
                 self.placement.add(span, new, sizes_bytes)
 
     def resize(self, place: int, shape: torch.Size) -> None:
-        """Go on at another size from a place on, perhaps at a known one."""
         known = self.schedule.size_beginning_with(self.sized.shapes[:place], shape)
         fork, spans = self.sized.fork(self.schedule.saves[:place]), None
         placed: Iterable[int] = fork.sizes_bytes
@@ -313,7 +308,6 @@ class ScheduledForward:
 
     @property
     def stayed_bytes(self) -> int:
-        """Bytes that were to leave, and had no host memory."""
         num_sent, batch_of, sizes_bytes = self.num_sent, self.schedule.batch_of, self.sized.sizes_bytes
         return 0 if self.has_room else sum(sizes_bytes[value] for value in batch_of if batch_of[value] >= num_sent)
 
@@ -369,7 +363,6 @@ class ScheduledForward:
         return max(use_orders[value] for value in self._copies.back[self._num_fetched])
 
     def bring_until(self, use_order: int) -> bool:
-        """Fetch what is needed sooner than a value that left at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
         copies, use_orders = self._copies, self.use_orders
         if use_orders is None or not self._is_asking or self._cursor == 0 or self.device.stream_number() != self.stream:
             return True
@@ -629,7 +622,6 @@ class ScheduledForward:
         self._requested_spans, self._rest_spans = [], self._rest_spans if keeps_rest else []
 
     def mend(self) -> list[Span]:
-        """Repair what an interrupt left (see [Note: interrupts] in `memkit.core.interrupts`); return its host memory."""
         self.device.synchronize()
         self.was_stopped = self.was_stopped or self.is_forward
         self.take_no_more()
@@ -659,8 +651,7 @@ class _NoForward:
 
 
 class ScheduledSaves:
-    """Takes tensors that autograd saves, as long as each save is the next of the schedule. `take` gets all others, and may call
-    `follow` to follow a forward from there on."""
+    """Takes saved tensors while each is the next of the schedule. `take` gets all others, and may `follow` from there."""
 
     def __init__(self, take: Callable[[Tensor], Any]) -> None:
         self.forward: Any = _NoForward

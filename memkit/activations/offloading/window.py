@@ -90,7 +90,6 @@ class OffloadWindow:
             self.fit_arena(needed_bytes)
 
     def fit_arena(self, needed_bytes: int) -> None:
-        """The caller holds the lock."""
         if needed_bytes != self._needed_bytes and self.arena.in_use_bytes == 0:
             self._needed_bytes = needed_bytes
             self.arena.trim(needed_bytes * self._most_forwards)
@@ -103,8 +102,7 @@ class OffloadWindow:
     # Saving: the caller holds the lock, and has mended what was broken off
 
     def pack(self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None) -> Handle | None:
-        """Return the handle of a tensor that may leave; None if moving it would free nothing. The action comes from the user or
-        an inner context, else from the forward's decider."""
+        """Return the handle of a tensor that may leave, None if moving it would free nothing; `asked` overrules the decider."""
         ledger, node = self.ledger, torch_private.node_number()
         if ledger.deaths or ledger.orphans:
             ledger.sweep()
@@ -253,8 +251,7 @@ class OffloadWindow:
 
     @mended
     def lend(self, handle: Handle) -> torch.UntypedStorage:
-        """Return a storage with the bytes of a handle, to be read by work on the current stream. The handle is still to be
-        unpacked, and a fetched copy stays until then."""
+        """Return a storage with the bytes of a handle that is still to be unpacked, to be read on the current stream."""
         ledger, record = self.ledger, handle.record
         ledger.sweep()
         if record.owner is not None:
@@ -334,8 +331,7 @@ class OffloadWindow:
                 self.ledger.take_back(record)
 
     def _fetch_ahead(self, forward: Forward, use_order: int | None = None) -> bool:
-        """Fetch the next needed records while there is room; with `use_order`, only those needed sooner, for another prefetcher
-        that asks. Return whether all of these are fetched."""
+        """Fetch the next records while there is room, with `use_order` sooner ones alone; tell whether all are fetched."""
         while (record := forward.next_record()) is not None:
             if record.residency is SavedResidency.HOST and record.original() is None:
                 if use_order is not None and record.use_order <= use_order:
@@ -360,7 +356,6 @@ class OffloadWindow:
         return is_turn
 
     def bring_until(self, use_order: int) -> bool:
-        """Fetch what is needed sooner than a value used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
         # unless another thread is at it, perhaps waiting for the asking one
         return self._is_asking or self.is_broken or self._bring_until(use_order)
 

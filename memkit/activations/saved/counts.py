@@ -25,7 +25,6 @@ def reached_s(pairs: Iterable[_Timed]) -> float:
 class Copies:
     alone: list[Transfer] = field(default_factory=list)
     waits: list[_Timed] = field(default_factory=list)
-    """Of streams, for copies by themselves."""
     batches: list[CopyBatch] = field(default_factory=list)
 
     def _all(self) -> list[Transfer | CopyBatch]:
@@ -75,7 +74,6 @@ class Counts:
     largest_bytes: int = 0
     is_to_be_judged: bool = False
     trial: TimedWays | None = None
-    """Notified when the backward begins to recompute."""
     has_mismatch: bool = False
     num_replays: int = 0
     num_replayed_ops: int = 0

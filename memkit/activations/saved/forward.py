@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from memkit.activations.offloading.moving_stage import RatioDecider
 
 Contents = tuple[int, int, int]
-"""A key for a tensor's present contents: the storage, the tensor that counts writes to it, and their count. One storage may
-have several counters, which know nothing of each other's writes."""
+"""A key for a tensor's contents: the storage, the tensor that counts writes (one storage may have several), and their count."""
 
 
 def contents_of(tensor: Tensor, storage: torch.UntypedStorage) -> Contents:
@@ -55,8 +54,7 @@ class NumberedSaves:
 
 
 class Forward(NumberedSaves):
-    """The saves of one forward, each value once: a value is a storage's contents at its first save, with that save's number.
-    Where ops are recorded, this has only moved values: see `RecordedForward.moving`."""
+    """The saves of one forward, each value once; where ops are recorded, only moved values (`RecordedForward.moving`)."""
 
     def __init__(self, share: RatioDecider, counts: Counts) -> None:
         self.share = share

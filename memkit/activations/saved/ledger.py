@@ -87,8 +87,7 @@ class Ledger:
     # Leaving
 
     def leave(self, record: Record, storage: torch.UntypedStorage) -> None:
-        """DEVICE, or BACK if it was recomputed -> LEAVING: put the copy to the host on its lane. Without room for it, the
-        record stays as it is, and `HostMemoryError` is raised."""
+        """DEVICE, or BACK if it was recomputed -> LEAVING. Without room nothing changes, and `HostMemoryError` is raised."""
         assert record.residency in (SavedResidency.DEVICE, SavedResidency.BACK)
         record.span = span = self.arena.take(record.num_bytes)
         record.storage = storage  # held from here on even after an interrupt: see [Note: interrupts]
@@ -172,8 +171,7 @@ class Ledger:
     # Fetching
 
     def fetch(self, record: Record) -> None:
-        """HOST, or BACK if it has left -> COMING: put the copy back to the device on its lane, for the current stream. Without
-        room, nothing has changed, and `torch.OutOfMemoryError` is raised."""
+        """HOST, or BACK if it has left -> COMING. Without room nothing changes, and `torch.OutOfMemoryError` is raised."""
         assert record.residency in (SavedResidency.HOST, SavedResidency.BACK)
         assert record.span is not None
         assert record.left is not None
@@ -216,7 +214,6 @@ class Ledger:
                 record.num_awaiting += 1
 
     def _hold_copy(self, record: Record, storage: torch.UntypedStorage) -> None:
-        """Hold it until each of the record's handles was unpacked."""
         record.storage, record.fetched_on = storage, self.device.current_stream()
         record.lent = []
         record.fetched = CopyReference(storage, record)
@@ -367,8 +364,7 @@ def mend(ledger: Ledger, others: Sequence[Span] = ()) -> None:
 
 
 def _put_down(ledger: Ledger, record: Record) -> None:
-    """Let go of all storages that the ledger itself holds on the device: nothing is under way. DEVICE and DROPPED stay, and all
-    else -> HOST, or DROPPED if it is not there. A copy is whole if its leaving was noted."""
+    """Let go of what the ledger holds on the device: all but DEVICE -> HOST if a copy was noted (so whole), else DROPPED."""
     residency = record.residency
     if residency in (SavedResidency.DEVICE, SavedResidency.DROPPED) or record.left is None:
         if record.span is not None:

@@ -1,5 +1,4 @@
-"""A `Record` stands for one version of a saved storage, however many tensors autograd saved of it; autograd holds a `Handle`
-for each save. `Ledger` moves records from one `SavedResidency` to the next."""
+"""`Record`: one version of a saved storage; `Handle`: one save of it, which autograd holds; `SavedResidency`: where it is."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class SavedResidency(Enum):
     COMING = "coming"
     """In host memory; a copy to the device is under way or done, held by the ledger for the backward."""
     BACK = "back"
-    """On the device in a later copy, fetched or recomputed: its receivers hold it, and so does the ledger while other handles
-    of the record wait for theirs. A fetched record is in host memory as well."""
+    """On the device in a later copy, held by its receivers, and by the ledger while other handles wait for theirs."""
     DROPPED = "dropped"
     """Nowhere: its maker can recompute it."""
     GONE = "gone"

@@ -61,7 +61,6 @@ class SeenSave:
         return is_as_large and tensor.dtype is self.dtype
 
     def is_alike(self, other: SeenSave) -> bool:
-        """Tell whether two saves are the same but for their sizes."""
         return _unsized(self) == _unsized(other) and (self.shape is None) == (other.shape is None)
 
 
@@ -198,8 +197,7 @@ class Trace:
     _plan: tuple[tuple[object, ...], Plan] | None = None
 
     def await_whole(self) -> None:
-        """A forward deviated to this one from another's schedule: look at the next ones whole, if it may come again. It may if
-        its backward was seen, or if a forward came to it so before."""
+        """Look at the next forwards whole, since one has come here from another's schedule, if this trace may come again."""
         if self.num_awaited is None and self.seen is None and (self.requests is not None or self.was_come_to):
             self.num_awaited = _MAX_AWAITED
         self.was_come_to = True
