@@ -10,8 +10,7 @@ piece is cut into *windows*.
 
 What moves:
 
-- `pieces`: `Piece`: where its states are, in host memory and in a slot; `StateRecord`: one parameter's record
-- `windows`: `CutPiece` and its `Window`s: a large parameter, moved in flat ranges of elements
+- `pieces`: `Piece`: where its states are; `StateRecord`: one parameter's record; `CutPiece`: a large one, moved in `Window`s
 - `packing`: states side by side in one range of bytes; tensors that wrap others; float32 copies
 - `shards`: parameters that are `DTensor`s: their local tensors are stepped
 - `memory`: `HostStates`, pinned host memory; `StateSlots`, device memory that pieces use in turn, and the copies
@@ -20,14 +19,12 @@ What moves:
 
 A step:
 
-- `stepping`: `Stepping`: one step over all pieces: prefetch, order, and recovery of a failed step
+- `stepping`: `Stepping`: one step over all pieces: prefetch, order, recovery; `overlap_forward=True`: beside the next forward
 - `one_step`: one `step` of the optimizer made of several: their writes to the groups are written once
 - `device_steps`: stepping a piece in its slot, with undo if that fails
-- `host_steps`: stepping a piece on the host, in a thread
-- `host_routes`: gradients and parameters on their way to the host and back; hashes that find foreign writes
+- `host_steps`: stepping a piece on the host, in a thread; the way there and back; hashes that find foreign writes
 - `in_backward`: `when="backward"`: each parameter once its gradient is complete, also those that a `LayerOffload` streams
 - `shard_steps`: the same for shards in host memory, in a thread
-- `overlap`: `overlap_forward=True`: the step runs beside the next forward
 """
 
 from memkit.states.state_offload import StateOffload, StateStats

@@ -18,9 +18,8 @@ from memkit.optimizers import KeptState, needs_master
 from memkit.plan import ParameterCosts, StatePlan
 from memkit.plan.states import aligned, is_large
 from memkit.states.packing import MASTER, bytes_of, may_leave
-from memkit.states.pieces import Piece, StateRecord
+from memkit.states.pieces import Piece, StateRecord, piece_of
 from memkit.states.trial import find_elementwise, refuse_mixed_shards, try_out
-from memkit.states.windows import piece_of
 
 
 class Members:

@@ -42,10 +42,9 @@ from memkit.states.members import Members, parameters_of
 from memkit.states.memory import HostStates, StateSlots
 from memkit.states.on_disk import DiskStates
 from memkit.states.one_step import OneStep, run_closure
-from memkit.states.overlap import ForwardOverlap
 from memkit.states.pieces import Piece, StateRecord
 from memkit.states.shard_steps import ShardSteps
-from memkit.states.stepping import Stepping
+from memkit.states.stepping import ForwardOverlap, Stepping
 from memkit.states.trial import refuse_by_kind
 from memkit.transfer.disk import Disk
 from memkit.transfer.lanes import lanes_of

@@ -2,20 +2,18 @@
 
 Host memory:
 
-- `arena`: `Arena`: pinned host memory of the exact size, allocated in the same places each step
+- `arena`: `Arena`: pinned host memory of the exact size, allocated in the same places; copies of what is not pinned
 - `host_memory`: `Span`: an arena's allocation; the segments below it, pinned by many threads side by side; free ranges
 
 Copies to and from a device:
 
 - `lanes`: `Lanes`: one stream for each direction, shared by all features; two by turns where copies are long
-- `staging`: copies from and to memory that is not pinned, through pinned buffers, in threads
 - `link`: bandwidth and latency, measured
 - `device_memory`: how many bytes of a device memkit's own buffers take, by feature
 
 Disk:
 
 - `disk`: `Disk`: a directory and a limit; `DiskStore`: chunks in one file there, and the reads and writes that wait their turn
-- `disk_file`: the file: unnamed, of fixed size, past the page cache where the system can
 - `reference_disk`: `ReferenceDisk`: a stand-in for tests, on which every missing wait shows
 """
 

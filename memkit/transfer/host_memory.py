@@ -25,7 +25,7 @@ from memkit.device.base import Device, Event
 from memkit.errors import HostMemoryError
 
 if TYPE_CHECKING:
-    from memkit.transfer.staging import Staging
+    from memkit.transfer.arena import Staging
 
 # Linux's MAP_NORESERVE, MADV_HUGEPAGE and MADV_WIPEONFORK: else a fork copies pinned memory at once, not only when a process
 # writes to it, which costs each worker of a data loader seconds and gigabytes. With it the child finds zeros.

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from memkit.core.sizes import check_budget_bytes
 from memkit.errors import DiskError
-from memkit.transfer.disk import Disk, DiskQueue, DiskTransfer
-from memkit.transfer.disk_file import DiskFile
+from memkit.transfer.disk import Disk, DiskFile, DiskQueue, DiskTransfer
 from memkit.transfer.host_memory import Range
 
 POISON = 0xCB
@@ -60,7 +59,7 @@ class ReferenceDisk(Disk):
 
 class _ReferenceFile(DiskFile):
     def __init__(self, directory: Path, num_bytes: int, fault: Fault | None) -> None:
-        super().__init__()
+        self._local = threading.local()
         self.directory, self.num_bytes = directory, num_bytes
         self.is_direct, self.refusal = True, None
         self._lock = threading.Lock()
@@ -104,7 +103,7 @@ class _ReferenceFile(DiskFile):
     def map(self, place: Range) -> memoryview:
         return self._content[place[0] : place[1]]
 
-    def _forget_cached(self, offset: int, num_bytes: int) -> None:
+    def settle_map(self, place: Range, mapped: memoryview) -> None:
         pass
 
     def note_free(self, place: Range) -> None:

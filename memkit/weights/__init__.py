@@ -16,9 +16,8 @@ Weights in host memory:
 Streaming:
 
 - `forwards`: hooks before and after forwards of the model, of layers, and of modules inside of them
-- `streaming`: `Streamer`: fetches a layer when it is used, and prefetches those after it
+- `streaming`: `Streamer`: fetches a layer when it is used, and those after it; a weight is saved as a reference to its layer
 - `slots`: `SlotRing`: device memory, and when each slot may be written to again
-- `saving`: saved-tensor hooks in a layer's forward: a weight is saved as a reference to its layer
 
 Gradients:
 

@@ -23,10 +23,9 @@ from memkit.errors import LayerOffloadError
 from memkit.plan.chunks import Residency
 from memkit.weights.accumulation import Accumulation
 from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt
-from memkit.weights.saving import WeightHooks
 from memkit.weights.selection import refuse_replicated
 from memkit.weights.shares import StepTiming
-from memkit.weights.streaming import Streamer
+from memkit.weights.streaming import Streamer, WeightHooks
 
 
 class InnerHooks(HookSet):

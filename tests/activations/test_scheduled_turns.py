@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.offloading.schedule import PlacedCopies, Schedule
-from memkit.activations.offloading.scheduled import ScheduledForward
+from memkit.activations.offloading.scheduled import PlacedCopies, Schedule, ScheduledForward
 from memkit.activations.saved.state import offload_states
 from memkit.device import CudaDevice, Device, ReferenceDevice
 from memkit.device.base import CopyBatch, Event, Piece
-from memkit.device.clocks import ReferenceEvent
+from memkit.device.reference import ReferenceEvent
 from memkit.errors import RaceError
 from memkit.plan import copies
 from memkit.transfer import lanes

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import memkit
 from memkit.activations.budgeting.learning import Planned
-from memkit.activations.offloading.schedule import PlacedCopies
+from memkit.activations.offloading.scheduled import PlacedCopies
 from tests.activations.cases import assert_same_bits, inputs_on, skips
 from tests.activations.chains import chain, leaf_on, step
 from tests.activations.remat.cases import random_numbers

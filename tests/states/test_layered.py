@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import memkit
 from memkit.device import Device, ReferenceDevice
-from memkit.device.clocks import ReferenceStream
+from memkit.device.reference import ReferenceStream
 from memkit.errors import DiskError, LayerOffloadError, StateOffloadError
 from memkit.plan import LayerCosts, plan_streamed_ratio
 from memkit.states.in_backward import LayeredSteps

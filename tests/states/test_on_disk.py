@@ -621,7 +621,7 @@ def test_a_file_system_without_direct_reads_warns_once(tmp_path: Path, monkeypat
         if is_direct:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr("memkit.transfer.disk_file.ScratchFile._set_direct", refuse)
+    monkeypatch.setattr("memkit.transfer.disk.DiskFile._set_direct", refuse)
     device = ReferenceDevice()
     model = make_net(device)
     optimizer = adamw(model.parameters())

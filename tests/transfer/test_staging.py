@@ -15,9 +15,9 @@ from memkit.core.tensors import byte_view
 from memkit.device import CpuDevice, CudaDevice, Device, Event, ReferenceDevice, Stream
 from memkit.errors import HostMemoryError
 from memkit.transfer import Arena, Lanes, arena, host_memory
+from memkit.transfer.arena import PromisedEvent
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Transfer
-from memkit.transfer.staging import PromisedEvent
 from tests.gpus import ON_GPU
 from tests.refusing import PinLimit
 

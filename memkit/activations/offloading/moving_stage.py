@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit.activations.offloading.schedule import Sized, make_schedule
-from memkit.activations.offloading.scheduled import ScheduledForward, ScheduledSaves, take_spans
+from memkit.activations.offloading.scheduled import ScheduledForward, ScheduledSaves, Sized, make_schedule, take_spans
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Stage, all_too_small
-from memkit.activations.saved.forward import Forward
+from memkit.activations.saved.records import Forward
 from memkit.activations.saved.state import OffloadState, offload_states
 from memkit.activations.saved.traces import NO_VALUE, STRANGER, Capture, Follower, SaveKey, SeenSave, Trace, Traces, key_of
 from memkit.activations.stats import fragmentation_hint

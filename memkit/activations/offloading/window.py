@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memkit.activations.saved.forward import Forward
-from memkit.activations.saved.ledger import Ledger, mend
-from memkit.activations.saved.records import Handle, Record, SavedResidency
+from memkit.activations.saved.records import Forward, Handle, Ledger, Record, SavedResidency, mend
 from memkit.activations.saved.traces import Traces
 from memkit.core import backwards, torch_private
 from memkit.core.interrupts import mended
