@@ -88,8 +88,6 @@ class SavedTensorStats:
     """Pinned host memory that is held for the tag now."""
     num_pins: int = _of_offload()
     """How often memory was pinned since the tag was new or reset."""
-    peak_live_bytes: int = _of_offload()
-    """The most bytes of records of `CPUOffload` that were on the device at once."""
     hint: str = _of_offload("")
     """Advice, if something is known to help."""
 

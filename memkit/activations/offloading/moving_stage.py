@@ -211,9 +211,7 @@ class MovingStage(Stage):
             counts.unique_bytes += sized.unique_bytes
             counts.kept_bytes += sized.kept_bytes + scheduled.stayed_bytes
             counts.window_bytes = max(counts.window_bytes, sized.window_bytes)
-            window, ledger = scheduled.window, scheduled.window.ledger
-            window.traces.follow(trace)
-            ledger.peak_live_bytes = max(ledger.peak_live_bytes, ledger.live_bytes + sized.peak_bytes + scheduled.stayed_bytes)
+            scheduled.window.traces.follow(trace)
         elif scheduled.has_backward and not self._forwards:
             trace.seen_under = None  # its backward began before the last saves
             self._count_followed(scheduled)
@@ -594,7 +592,6 @@ def offload_figures(tag: str) -> dict[str, Any] | None:
             "unique_bytes": counts.unique_bytes,
             "kept_bytes": counts.kept_bytes,
             **counts.figures_of_copies(),
-            "peak_live_bytes": sum(window.ledger.peak_live_bytes for window in windows),
             "peak_allocated_bytes": allocated_bytes,
             "peak_reserved_bytes": sum(reserved) if reserved else None,
             "hint": fragmentation_hint(allocated_bytes, sum(reserved)),

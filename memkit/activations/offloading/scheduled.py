@@ -84,7 +84,7 @@ class Sized:
         """For each value that one request covers whole, its geometry in the storage."""
         self.placed: dict[object, PlacedCopies] = {}
         # the figures that a forward adds to `Counts` if it goes to its end
-        self.unique_bytes = self.kept_bytes = self.window_bytes = self.peak_bytes = 0
+        self.unique_bytes = self.kept_bytes = self.window_bytes = 0
         self.host_bytes = 0, 0
         """Its bytes in the arena, in one span for requested values and one for the rest; 0 for none."""
 
@@ -121,7 +121,7 @@ class Schedule:
         held: Collection[int] = (),
     ) -> None:
         copies = self.copies = parts[0]
-        self.parts, self.num_values, self._requests = parts, num_values, requests
+        self.parts, self.num_values = parts, num_values
         self.min_bytes = min_bytes
         """Values of other sizes move if they have as many bytes; None if forwards of other sizes do not follow it."""
         self._leaving, self._held, self._window_bytes = leaving, held, window_bytes
@@ -219,7 +219,6 @@ class Schedule:
         sized.kept_bytes = sized.unique_bytes - sum(map(sizes_bytes.__getitem__, leaving))
         largest = max(sizes_bytes.values(), default=0)
         sized.window_bytes = 2 * largest if self._window_bytes is None else self._window_bytes
-        sized.peak_bytes = self._peak_bytes(sizes_bytes)
         size_of = sizes_bytes.__getitem__
         sized.host_bytes = (
             total_rounded(map(size_of, leaving - self.rest), ALIGNMENT_BYTES),
@@ -238,42 +237,6 @@ class Schedule:
             if sized.shapes[place] == shape and sized.shapes[:place] == shapes:
                 return sized
         return None
-
-    def _peak_bytes(self, sizes_bytes: Mapping[int, int]) -> int:
-        """Return the most bytes of its values on the device. A value that stays is freed by its last requesting backward."""
-        copies, requests = self.copies, self._requests
-        gone = {value for batch in copies.out[: copies.num_released[-1]] for value in batch}
-        live = set(sizes_bytes) - gone
-        live_bytes, peak_bytes = sum(map(sizes_bytes.__getitem__, live)), self._peak_of_saves(sizes_bytes)
-        for number, (part, asked) in enumerate(zip(self.parts, requests, strict=True), start=1):
-            due, last = dict(zip(part.requests, part.num_fetched, strict=True)), {value: at for at, value in enumerate(asked)}
-            num_fetched = 0
-            for at, value in enumerate(asked):
-                coming = {value}
-                if due.get(value, 0) > num_fetched:
-                    for batch in part.back[num_fetched : due[value]]:
-                        coming.update(batch)
-                    num_fetched = due[value]
-                coming -= live
-                live |= coming
-                for each in coming:
-                    live_bytes += sizes_bytes.get(each, 0)
-                peak_bytes = max(peak_bytes, live_bytes)
-                if last[value] == at and (value in self.batch_of or number == len(requests)):
-                    live.discard(value)
-                    live_bytes -= sizes_bytes.get(value, 0)
-        return peak_bytes
-
-    def _peak_of_saves(self, sizes_bytes: Mapping[int, int]) -> int:
-        copies, live_bytes, peak_bytes, num_released = self.copies, 0, 0, 0
-        for save in self.saves:
-            if save.value != NO_VALUE and save.is_first:
-                live_bytes += sizes_bytes.get(save.value, 0)
-            peak_bytes = max(peak_bytes, live_bytes)
-            for batch in copies.out[num_released : save.num_released]:
-                live_bytes -= sum(map(sizes_bytes.__getitem__, batch))
-            num_released = save.num_released
-        return peak_bytes
 
     def see_to_turns(self, placement: PlacedCopies) -> None:
         """Let copies take turns from the next forward on where no step waits for them: see [Note: copies by turns]."""

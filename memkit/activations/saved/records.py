@@ -194,7 +194,6 @@ class Ledger:
         self.live_bytes = 0
         self.moving_bytes = 0
         """Of these, the bytes of records whose forward moves some: the others can only be dropped."""
-        self.peak_live_bytes = 0
         self.records = set[Record]()
         self.deaths: deque[HandleReference | CopyReference] = deque()
         self.note_death = self.deaths.append
@@ -481,7 +480,6 @@ class Ledger:
             self.live_bytes += change_bytes
             if record.counts is not None:
                 self.moving_bytes += change_bytes
-            self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
 
 def _let_go(handle: Handle) -> None:
