@@ -3,9 +3,8 @@
 Autograd numbers its backwards: `torch_private.backward_task()` is the number of the one that runs in this thread, -1 outside of
 one. State of a backward is kept under this number; `on_end` tells its owner of the end.
 
-[Note: backwards that have failed and are not over] The engine has a thread for each device but the host, whose part runs in the
-thread that calls `backward()`. If a node of that part fails, `backward()` raises at once, while the other threads finish the
-nodes that they have begun. Until then the backward is not over, and its hooks run beside the caller's next code. So code that
+[Note: backwards that have failed and are not over] If a node of the host's thread fails, `backward()` raises at once, while the
+engine's threads for devices finish the nodes that they have begun, and hooks run beside the caller's next code. So code that
 changes what such hooks change waits for them first: `BackwardEnd.join`. A backward that is not over after a minute is taken for
 one of another thread, which may itself wait for this one.
 """
@@ -28,9 +27,9 @@ _POLL_S, _MOST_S = 1e-4, 60.0
 
 
 class BackwardEnd:
-    """Tells when a backward is over: see `on_end`. The engine calls its callbacks when a backward has succeeded, and drops them
-    when the backward or a callback has failed. Only the engine holds this callback, so its death means a failure. Source:
-    DistributedDataParallel, which queues its callback the same way."""
+    """Tells when a backward is over: see `on_end`. The engine calls its callbacks when a backward has succeeded, else it
+    drops them, and it alone holds this one: its death means a failure. Source: DistributedDataParallel, which queues its
+    callback the same way."""
 
     __slots__ = ("_among", "_held", "_hook", "_lock")
 

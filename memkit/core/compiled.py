@@ -9,19 +9,13 @@ others as they are, depending on their place (seen with torch 2.10 and 2.15):
 | a hook on the module | compiled by itself, when called | as it is, on the one around | as it is |
 | a hook on a child, set later | never called | never called | never called |
 | a global hook, set later | compiled by itself | twice: as it is, and compiled | as it is |
-| a global hook, set ahead | also in the graph, see below | same | same |
-| hooks of saved tensors | as they are, but see below | same | same |
-| a dispatch mode | runs op by op, nothing is compiled | same | same |
 
-A graph contains the global hooks that are set when it is made, for the modules inside: it is made again when values that they
-read change, and broken where they are marked. If a frame was left uncompiled, its ops save one by one, and hooks of saved
-tensors are compiled by themselves. Code compiled by itself is compiled again when it reads something else, up to Dynamo's
-limit. A hook with a mark (`_Untraced` in `hooks.py`), or whose code Dynamo was told to leave (`leave_untraced`), is called as
-it is.
+A global hook that is set when a graph is made is in it, for the modules inside. Where a frame was left uncompiled, its ops save
+one by one, and hooks of saved tensors are compiled by themselves. A hook with a mark (`_Untraced` in `hooks.py`), or whose code
+Dynamo was told to leave (`leave_untraced`), is called as it is. Under a dispatch mode nothing is compiled.
 
-In each of the three, and where `forward` is decorated, the compiled code is called through one attribute of the module. A
-function in its place is called ahead of that code and of its hooks, returns behind them, runs as plain Python, and no code is
-compiled again because of it.
+In each way the compiled code is called through one attribute of the module. A function in its place is called ahead of that
+code and of its hooks, returns behind them, runs as plain Python, and no code is compiled again because of it.
 """
 
 from __future__ import annotations

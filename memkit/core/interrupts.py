@@ -3,19 +3,16 @@
 [Note: interrupts] A `KeyboardInterrupt` may come ahead of any line, and the training loop may go on after it. No number is
 wrong then, and contexts end:
 
-- *Poisoned, then rebuilt.* An exception that breaks off a call under a lock marks the lock's object as broken. The next call,
-  at the latest in the next forward, waits for the device, gives back whatever nothing holds, derives sums, queues and counts
-  from the objects themselves (records and handles, segments and spans), and goes on. A part that cannot be rebuilt raises by
-  name. That is rare, and may take long. See `mended`.
+- *Poisoned, then rebuilt.* An exception that breaks off a call under a lock marks the lock's object as broken. The next call
+  waits for the device, gives back whatever nothing holds, derives sums, queues and counts from the objects themselves (records
+  and handles, segments and spans), and goes on. A part that cannot be rebuilt raises by name. See `mended`.
 - *Held before issued.* A copy is put on a lane only when the holders of its storage and its host memory are noted. They let go
   only when a stream has waited for the event recorded after the copy, or the host for the device.
-- *Deaths are noted without a line of Python,* by weak references that put themselves into a queue: an interrupt in a finalizer
-  is lost, and the rest of the finalizer with it.
+- *Deaths are noted without a line of Python,* by weak references that put themselves into a queue.
 - *Contexts end.* An interrupt in `__enter__` undoes it at once. After one in `__exit__`, the next context to be entered in the
   thread finishes that. See `Exclusive`, and `memkit.core.hooks.end_left`.
-- *A lock is held by `with` alone.* Python lets no interrupt in between the two halves of taking or giving back a lock. It may
-  let one in right after the lock was given back, and the call's result is lost. So whatever the caller would lose can be found
-  otherwise: by a weak reference that dies with it, or, for host memory, as allocated and not held (`Arena.give_all`).
+- *A lock is held by `with` alone.* An interrupt may come right after the lock was given back, and the call's result is lost. So
+  whatever the caller would lose can be found otherwise: by a weak reference that dies with it, or by `Arena.give_all`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Spans: neighboring children of a `Sequential`, called as one module.
 
 [Note: spans] A flat `Sequential` has no module between its children and itself. A `SequentialSpan` makes neighbors among the
-children callable as one module. It has the same children as `sequential[4:8]`, and only the forward of the Sequential knows it:
-while spans are called, an instance attribute `forward` of the Sequential replaces the one of its class.
+children callable as one module: while spans are called, an instance attribute `forward` of the Sequential replaces its class's.
 
-So the hooks of the Sequential and of its children are called as before, with the same arguments. Children, entries of the
-`state_dict` and module names stay the same. A copy of the Sequential runs the forward of its class. A span is a module like any
-other: it can have hooks, be recomputed, and be nested in other spans. A region from the call of one child to the end of another
-would be harder: code in between may raise, and has no frame of its own. If a child was replaced, removed or added since, the
-forward of the class runs, without spans.
+So the hooks of the Sequential and of its children are called as before. Children, entries of the `state_dict` and module names
+stay the same, and a copy runs the forward of its class. A span is a module like any other: it can have hooks, be recomputed,
+and be nested in other spans. If a child was replaced, removed or added since, the forward of the class runs, without spans.
 """
 
 from __future__ import annotations

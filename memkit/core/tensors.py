@@ -1,11 +1,8 @@
 """Bytes of tensors, each storage counted once, and how tensors lie in them.
 
-The unit is the storage (`torch.UntypedStorage`): a view costs nothing of its own, and a small view keeps all of its storage
-alive. Identity is the storage object, never `data_ptr`, because addresses are used again.
-
-A tensor may wrap others, as a quantized weight wraps integers and scales. The inner tensors are plain ones, and get other bytes
-as a plain parameter does: they stay the same objects, so nothing has to know how a class holds them. A wrapper has no bytes,
-but says on which device it is.
+The unit is the storage (`torch.UntypedStorage`): a view costs nothing of its own, and keeps all of its storage alive. Identity
+is the storage object, never `data_ptr`, because addresses are used again. A tensor may wrap others, as a quantized weight wraps
+integers and scales: these stay the same objects when they get other bytes. A wrapper has none, but says on which device it is.
 """
 
 from __future__ import annotations

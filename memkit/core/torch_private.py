@@ -1,11 +1,8 @@
 """Every private name of torch that memkit uses, each with its purpose and the features that stop without it.
 
 A name is looked up at its first use (PEP 562), and is a plain global of this module from then on: write
-`torch_private.backward_task()`, and never import a name from here, which would look it up at once. If torch lacks a name,
-`MissingTorchNameError` says so, and all else goes on. `torch_state.py` asks questions by these names.
-
-memkit's overrides in torch's classes (`_should_skip_dynamo`, `_unscale_grads_`) are listed here as well, and defined there.
-Operator names in tables (of autocast's casts, of ops that are not run again) are data, and stay with their users.
+`torch_private.backward_task()`, and never import a name from here. If torch lacks a name, `MissingTorchNameError` says so, and
+all else goes on. memkit's overrides in torch's classes (`_should_skip_dynamo`, `_unscale_grads_`) are listed here as well.
 """
 
 from __future__ import annotations

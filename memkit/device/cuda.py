@@ -229,15 +229,8 @@ class CudaMemoryCounter(MemoryCounter):
 
 
 class CudaDevice(Device):
-    """One CUDA device. See `Device`.
-
-    Args:
-        torch_device: without an index, the current one.
-        advice: the error's advice where there is no such device.
-
-    Raises:
-        DeviceUnavailableError: this machine has no CUDA device, or none with that index.
-    """
+    """One CUDA device, by default the current one. Raises DeviceUnavailableError, with `advice`, if there is none. See
+    `Device`."""
 
     def __init__(self, torch_device: torch.device, *, advice: str = "Run on a machine with a GPU") -> None:
         if not cuda_is_available():

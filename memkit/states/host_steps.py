@@ -56,13 +56,9 @@ _ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)),
 
 
 def take_fingerprint(words: Tensor, scratch: tuple[Tensor, Tensor], found: Tensor) -> None:
-    """Write a fingerprint of some words: a change of any bit changes it, but for one case in 2**64.
-
-    Each word is added to its place times an odd number and mixed with SplitMix64's finalizer, which is one to one; the results
-    are added up modulo 2**64. So swapped words, and bits that flip in pairs, count as well. It does not protect against intent.
-
-    Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators (2014), and Stafford's variant 13 of its mixing.
-    """
+    """Write a fingerprint of some words: a change of any bit changes it, but for one case in 2**64. Each word is added to
+    its place times an odd number and mixed one to one; the results are added up. Source: Steele, Lea, Flood, Fast Splittable
+    Pseudorandom Number Generators (2014), and Stafford's variant 13 of its mixing (SplitMix64)."""
     mixed, shifted = scratch
     torch.arange(words.numel(), out=mixed, device=mixed.device)
     mixed.mul_(_GOLDEN).add_(words)

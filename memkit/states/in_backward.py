@@ -37,15 +37,12 @@ _HELD_BYTES = 256 * 2**20
 
 
 class BackwardSteps(Accumulating):
-    """Steps pieces of one parameter each, as gradients come.
-
-    The next ones are fetched ahead, in the order of the backward before; at first from the last parameter to the first. Those
-    on a disk are read ahead of that; a hook waits for the disk only for its own parameter's states.
+    """Steps pieces of one parameter each, as gradients come. The next ones are fetched ahead, in the order of the backward
+    before.
 
     [Note: held gradients] Steps wait for states, and run on a stream of their own so that the backward does not wait for them.
     A gradient is held until its memory's stream has waited for its step, since the next allocation may get that memory. Once
-    `_HELD_BYTES` are held, the stream waits for the oldest ones: then the link has work for longer than the next gradient
-    takes. When the backward is over, it waits for all.
+    `_HELD_BYTES` are held, the stream waits for the oldest ones. When the backward is over, it waits for all.
     """
 
     is_whole_step = False
@@ -374,9 +371,7 @@ class LayeredSteps(BackwardSteps):
 
     [Note: who does what] `FusedSteps`, a `LayerStepper`, sees when a gradient is complete, puts the parameter to its slot and
     the gradient to `grad`, has it stepped here, lets the gradient go, and writes the layer back once all of it is stepped. This
-    class steps each parameter with its states, on its own stream. Until that stream has come so far, the slot is neither
-    written back nor used by anything but the layer's own backward. Each outermost backward is a step: `optimizer.step()` may
-    end it; otherwise the next backward does.
+    class steps each parameter with its states, on its own stream. Each outermost backward is a step.
     """
 
     is_whole_step = True

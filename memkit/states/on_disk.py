@@ -59,16 +59,12 @@ class Buffer:
 class DiskStates:
     """Parts of pieces on a disk, and a few buffers in host memory, each for one part at a time.
 
-    [Note: a part's turn] A part has a buffer from before it is read until its bytes are known to be on the disk again. In
-    between it goes to its slot, is stepped, and comes back to the same buffer: so no stepped part lacks a place to go to.
-    Buffers are given out in the order of the step, so the part whose turn it is has one, or waits for the write of an earlier
-    part.
+    [Note: a part's turn] A part has a buffer from before it is read until its bytes are known to be on the disk again: it comes
+    back from its slot to the same buffer. Buffers are given out in the order of the step, and there are no more slots than
+    buffers, so the part whose turn it is has one, or waits for the write of an earlier part.
 
     A write goes on in the background. If it fails, the bytes stay in the buffer, and are written again at the next step, or
     when somebody needs the buffer. If that fails as well, the step is broken off, and nothing is lost.
-
-    A part on its way to its slot keeps its buffer. There are no more slots than buffers, and the slot of the part whose turn it
-    is has no other part any more: so one buffer is left for it.
     """
 
     def __init__(self, disk: Disk | None, device: Device, host: HostStates) -> None:

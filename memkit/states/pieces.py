@@ -550,11 +550,8 @@ class Window(Piece):
 
 
 class CutPiece(Piece):
-    """A large parameter. Its states are in host memory as those of any other piece; in a step, windows of them move.
-
-    If a step fails between two windows, the others are stepped at once, or the parameter is lost. A parameter whose elements,
-    or its states', do not lie side by side in order is stepped as a whole, in a slot that grows.
-    """
+    """A large parameter, stepped window by window if its elements, and its states', lie side by side in order. If a step
+    fails between two windows, the others are stepped at once, or the parameter is lost."""
 
     def __init__(self, plan: StatePiece, records: list[StateRecord]) -> None:
         super().__init__(plan, records)

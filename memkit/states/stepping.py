@@ -248,21 +248,13 @@ def _failure(failed: Sequence[Piece], error: BaseException) -> StateOffloadError
 
 
 class ForwardOverlap:
-    """Runs steps on a stream of their own.
+    """Runs steps on a stream of their own, in the order in which the forward before has come to the pieces. All that a step
+    reads is held here until its memory's stream has waited for the step.
 
-    The step lets gradients go: zeroing them would come while they are still being read. They, and all other tensors that a step
-    reads, are held here until their memory's stream has waited for the step.
-
-    Pieces are stepped in the order in which the forward before has come to them: a model with a head waits for the head at
-    once, since it might read its parameters.
-
-    [Note: all at once] All steps on the device are issued before `step()` returns, though the host launches no forward until
-    then. Issued by the hooks of the forward, a piece would be stepped under the forward's modes: autocast, inference mode, a
-    transform of `torch.func`, a graph that is captured. It would need its gradient back in `grad`, where another backward's may
-    be by then, and draw its random numbers between the forward's. A class's counts in its groups would overwrite what a
-    scheduler has set since, and a failure would be raised when nobody can step again. Worst, the link would idle for as long as
-    the loop does anything else between the step and the forward. A thread beside the forward has most of these problems too,
-    and would share the lanes, the slots and each gradient with it.
+    [Note: all at once] All steps on the device are issued before `step()` returns. Issued by the hooks of the forward, a piece
+    would be stepped under the forward's modes (autocast, a transform of `torch.func`, a captured graph), draw its random
+    numbers between the forward's, and overwrite what a scheduler has set since; a failure would be raised when nobody can step
+    again, and the link would idle until the forward begins. A thread beside the forward has most of these problems too.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, *, in_order: bool) -> None:

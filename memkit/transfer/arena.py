@@ -58,10 +58,8 @@ class PromisedEvent(Event):
 
 
 class Staging:
-    """Copies of unpinned host memory, beside the work of the host. To the device, a thread fills one buffer after the other and
-    puts the copy of each on the lane; the event is recorded once the host memory was read. To the host, the thread also waits
-    for each buffer to be full, and empties it; the host memory was written when the event is recorded, not only when it is
-    reached. Until `add_buffers`, copies go straight, and the threads wait for each of them."""
+    """Copies of unpinned host memory, beside the work of the host, through buffers; straight until `add_buffers`. The event
+    of a copy to the device is recorded once the host memory was read, that of a copy to the host once it was written."""
 
     def __init__(self, device: Device) -> None:
         self._sides = {is_out: _Side(device, is_out=is_out) for is_out in (False, True)}
@@ -225,22 +223,17 @@ def _mended(call: Callable[Concatenate[Arena, _Args], _Taken]) -> Callable[Conca
 class Arena:
     """Pinned host memory for one device. Its methods may be called from several threads, but not from finalizers.
 
-    A span goes to the lowest gap that it fits into, or else the arena grows by the missing bytes. So an equal sequence of spans
-    finds the same places again, and pins nothing from the second time on.
+    A span goes to the lowest gap that it fits into, or else the arena grows by the missing bytes: an equal sequence of spans
+    finds the same places again. The arena holds at most 1.05 times the most that was ever in use, or 1 GiB; only `reserve` goes
+    beyond. Where gaps are too small for that, it scatters a span over the largest of them.
 
-    The arena holds at most 1.05 times the most that was ever in use, or 1 GiB if that is more; only `reserve` goes beyond.
-    Spans given back in reverse order leave one gap. Another order may leave gaps that are each too small for the next span:
-    rather than grow past the bound or fail at a limit, the arena then scatters the span over the largest of them. Its copies
-    have more pieces, and the next equal sequence may still grow, within the bound.
+    [Note: interrupted arena] See [Note: interrupts] in `memkit.core.interrupts`. The segments and the spans are the truth: the
+    call after one that was broken off derives the gaps and sums from them, and frees the spans that no caller got. For this, a
+    segment is noted before it is pinned and until it is unpinned, and a last use before its span is free. An interrupt while a
+    call gives the lock back may lose its result: the owner of the spans then mends by `give_all`.
 
-    [Note: interrupted arena] Ctrl-C may come at any line (see [Note: interrupts] in `memkit.core.interrupts`). The segments and
-    the spans are the truth: the call after one that was broken off derives the gaps and sums from them, and frees the spans
-    that no caller got. For this, a segment is noted before it is pinned and until it is unpinned, and a last use before its
-    span is free. An interrupt while a call gives the lock back may lose the call's result: when the owner of the spans mends,
-    it gives back the spans that it does not know of (`give_all`).
-
-    `limit_bytes` is the most to hold; the limits of the container, and the available memory of the machine, count as well. With
-    `must_pin`, the arena raises if the system does not pin memory. Else `refusal` says so, and all later memory is not pinned.
+    `limit_bytes` is the most to hold; the container's limits and the machine's available memory count as well. With `must_pin`,
+    the arena raises if the system does not pin memory. Else `refusal` says so, and all later memory is not pinned.
     """
 
     def __init__(self, device: Device, *, limit_bytes: int | None = None, must_pin: bool = True) -> None:

@@ -382,13 +382,8 @@ class DiskStore:
 
     [Note: new extent, then the flip] A write goes to free room in the file. Only when all its bytes are there does that room
     become the chunk's place, by one assignment, and its place before is free. So a write that fails or is broken off loses
-    nothing on disk. The caller keeps the bytes in memory until it knows that the write has ended well (`wait`).
-
-    A read or a write that fails raises at `wait`, which the caller owes each transfer. If Ctrl-C breaks off the request for a
-    transfer, the transfer has not begun. If it came right behind the call, the transfer goes on: `DiskCopy.transfer` is there.
-
-    `file` has room for all chunks, each in whole pages, and for those being written beside them. The events of `device` tell
-    when bytes in host memory are ready. One thread reads or writes at most `block_bytes` at once.
+    nothing on disk. The caller keeps the bytes in memory until it knows that the write has ended well: `wait`, which it owes
+    each transfer, raises its error. If Ctrl-C breaks off a request, the transfer has not begun, or is `DiskCopy.transfer`.
     """
 
     def __init__(
@@ -660,28 +655,16 @@ class Disk:
             )
 
     def open(self, num_bytes: int, device: Device, *, num_threads: int = 4) -> DiskStore:
-        """Return a store for at most so many bytes of chunks, each rounded up to 4 KiB and counted twice while being written.
-        Warns if reads and writes must go through the system's cache.
-
-        Args:
-            num_bytes: of all chunks.
-            device: its events tell when bytes in host memory are ready.
-            num_threads: that read and write.
-
-        Raises:
-            DiskError: the limit, or the free room on the disk, is less; or the system makes no file there.
-        """
+        """Return a store for at most so many bytes of chunks, each rounded up to 4 KiB and counted twice while being
+        written. Raises DiskError if the limit, or the free room on the disk, is less. Warns if all must go through the
+        system's cache."""
         file = self._make_file(self._allowed(num_bytes))
         if file.refusal is not None:
             warn_user(f"Disk: {file.refusal}")
         return DiskStore(file, self._make_queue(num_threads), device)
 
     def extend(self, store: DiskStore, num_bytes: int) -> None:
-        """Have a store that was opened here have room for so many bytes.
-
-        Raises:
-            DiskError: the limit, or the free room on the disk, is less.
-        """
+        """Have a store that was opened here have room for so many bytes. Raises DiskError as `open` does."""
         store.extend(self._allowed(num_bytes))
 
     def _allowed(self, num_bytes: int) -> int:

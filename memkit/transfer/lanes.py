@@ -110,21 +110,17 @@ class Lanes:
     A copy waits for the events that it is given, and nothing waits for it by itself. The caller keeps the storage alive until
     the stream that the storage goes back to has waited for `Transfer.done`.
 
-    [Note: one queue for all] Copies on a lane run in order. Several prefetchers bring weights and activations back, so one of
-    them could put many copies on the lane that are needed late, ahead of another's that are needed now. A backward needs
-    tensors in the reverse order of the forward's uses. So in the forward, whatever will be needed again takes a number from one
-    counter (`next_use`), its `use_order`, and the highest is fetched first: a prefetcher asks `bring_sooner` before each copy,
-    and stops there if another has yet to bring something that is needed sooner. Bytes that are needed at once are fetched
-    without asking.
+    [Note: one queue for all] Copies on a lane run in order, and several prefetchers bring weights and activations back. A
+    backward needs tensors in the reverse order of the forward's uses. So in the forward, whatever will be needed again takes a
+    number from one counter (`next_use`), its `use_order`, and the highest is fetched first: a prefetcher asks `bring_sooner`
+    before each copy, and stops there if another has yet to bring something that is needed sooner.
 
     [Note: copies by turns] Any other copy to the host, as by `item()`, waits behind all copies of a stream that are ready to
-    go: on an H200, 2 GiB of them hold up an `item()` for 38 ms, in one piece or in forty. The same holds for copies to the
-    device of more than a KiB: on an H100, 1 GiB of ready fetches hold up one of 4 KiB for 18 ms. FSDP2 makes such copies for
-    each layer that it gathers and reduces, on the streams of these. If the copies alternate between two streams, each waiting
-    for the one before, CUDA goes on to other streams in between: with pieces of 64 MiB it is 0.9 ms, of 16 MiB 0.04 ms. But
-    copies are then slower by 1 to 3 %, which counts where a pass waits for them: there an `item()` that waits as well costs
-    little. So a schedule puts its copies on `out_by_turns` once they have ended before the forward did, and those back on
-    `back_by_turns` once a backward has hardly waited for them.
+    go: on an H200, 2 GiB of them hold up an `item()` for 38 ms. The same holds for copies to the device of more than a KiB,
+    such as FSDP2's. If copies alternate between two streams, each waiting for the one before, CUDA goes on to other streams in
+    between: with pieces of 16 MiB it is 0.04 ms. But copies are then slower by 1 to 3 %. So a schedule puts its copies on
+    `out_by_turns` once they have ended before the forward did, and those back on `back_by_turns` once a backward has hardly
+    waited for them.
     """
 
     def __init__(self, device: Device) -> None:

@@ -1,17 +1,14 @@
-"""Hooks on the gradients of streamed parameters while a backward runs, and when a gradient is complete. For how a backward ends
-see [Note: interrupts of streaming] in `memkit.weights.streaming`.
+"""Hooks on the gradients of streamed parameters while a backward runs, and when a gradient is complete.
 
-[Note: when a gradient is complete] A parameter that is bound to a slot and back changes its device, which makes torch give it a
-new `AccumulateGrad` node each time. A layer that is used twice in one graph then has two nodes, and each brings a part of the
-gradient. The engine would have added the parts before it adds their sum to `grad`, and floating-point sums depend on that
-order. So a part is held, on the device, until all others have come; if some do not (another graph is alive, a branch has no
-gradient), until the backward is over.
+[Note: when a gradient is complete] A parameter that is bound to a slot and back gets a new `AccumulateGrad` node each time. A
+layer that is used twice in one graph then has two nodes, and each brings a part of the gradient. The engine would have added
+the parts before it adds their sum to `grad`, and floating-point sums depend on that order. So a part is held, on the device,
+until all others have come; if some do not, until the backward is over.
 
 [Note: gradients from the host] Code outside of a layer that computes with its parameters has their host copies, so the engine
 adds their gradients in its thread for the host, to the `grad` that its thread for the device adds to. Such a backward is
-refused in the host's thread, with the device's under way (see [Note: backwards that have failed and are not over] in
-`memkit.core.backwards`): first all hooks refuse further gradients; then a backward within this one, of a tensor on the device,
-has the device's thread come to the end of its node; then the backward is ended as a failed one.
+refused: first all hooks refuse further gradients; then a backward within this one has the device's thread come to the end of
+its node (see [Note: backwards that have failed and are not over]); then the backward is ended as a failed one.
 """
 
 from __future__ import annotations

@@ -24,12 +24,9 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def remade(model: nn.Module, stored: Set[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return the tensors without data that modules hold and that are not in the `state_dict` (its ids are `stored`), such as
-    buffers that are not persistent, each with one that has data.
-
-    A module is made anew on the CPU, from its attributes that are named like its constructor's arguments. That counts only if
-    each argument is an attribute, all its attributes come out equal, and twice the same tensors.
-    """
+    """Return tensors without data that modules hold beside the `state_dict` (its ids are `stored`), each with one that has
+    data: that of a module made anew from its attributes, if each argument is one, all of them come out equal, and twice the
+    same."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     lost: dict[str, str] = {}
     for prefix, module in model.named_modules():

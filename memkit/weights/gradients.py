@@ -1,22 +1,18 @@
 """Gradients of streamed parameters in host memory, where an optimizer finds them beside the host copies.
 
 While a backward runs, the engine adds to `Parameter.grad` on the device. So an earlier `grad` is set aside, each new one is
-taken away, and only behind the backward `grad` becomes their sum, on the host as the parameter itself then. Gradients of a
-layer are sent together.
+taken away, and only behind the backward `grad` becomes their sum, on the host.
 
 [Note: gradients by the layer] One layer at a time is *open* in a backward: from when the backward reaches it until it reaches
-the next one, or ends. When a layer is opened, the `grad` of each of its parameters is set aside; the engine accumulates on the
-device as usual; and when the layer is closed, all its gradients are taken at once. They are complete by then, since the engine
-runs the nodes of a later forward first, and nodes that accumulate a gradient as soon as they can run. There are exceptions:
-branches, a checkpoint inside of a layer that runs a backward of its own, an output that does not lead to the loss. Then a
-gradient comes while another layer is open, or none. A hook on each parameter sees this before the gradient is added, and opens
-the layer. The gradient is then added to the layer's earlier ones.
+the next one, or ends. Then the `grad` of each of its parameters is set aside, and when the layer is closed, all its gradients
+are taken at once: they are complete, since the engine runs the nodes of a later forward first. In exceptions (branches, a
+checkpoint with a backward of its own, an output that does not lead to the loss) a gradient comes while another layer is open,
+or none. A hook on each parameter sees this before the gradient is added, and opens the layer.
 
-Whether a gradient is complete is a question only where several graphs over the layer are alive: it is complete once it has come
-from each of them. A call of the layer whose outputs have a graph counts for as long as that graph is alive; any other call (of
-a module inside of the layer, or with outputs that are not tensors) for as long as each of its nodes. A graph may outlive the
-nodes of all outputs, if the outputs are dropped, or are views and written to, while a tensor computed inside leads to the loss.
-So once a layer has been called again before a backward has reached its last call, the nodes of all its later calls count.
+Where several graphs over the layer are alive, a gradient is complete once it has come from each of them. A call of the layer
+whose outputs have a graph counts for as long as that graph is alive; any other call for as long as each of its nodes. A graph
+may outlive the nodes of all outputs, while a tensor computed inside leads to the loss. So once a layer has been called again
+before a backward has reached its last call, the nodes of all its later calls count.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 [Note: interrupts of streaming] Ctrl-C may come ahead of any line. If the training loop goes on, its results are exact.
 
-- *Open before begun, forgotten last*: a call of a layer (`memkit.core.calls`), a backward (`memkit.core.backwards`), the users
-  of a slot (`LayerChunk.uses`). The next forward, `state_dict`, `gather` or `close` ends all that an interrupt has left open.
-  Gradients of a backward that has not ended are never added to later ones.
+- *Open before begun, forgotten last*: a call of a layer, a backward, the users of a slot (`LayerChunk.uses`). The next forward,
+  `state_dict`, `gather` or `close` ends all that an interrupt has left open.
 - *Held before issued.* The memory that a copy reads or writes is held, and marked as in flight, before the copy is put on a
   lane. If no event was noted behind it, the host waits for the whole device before the memory goes.
 - *A slot that is written to is the truth from before the write on*, until the write to the host copy is noted. So a stepped
@@ -259,13 +258,8 @@ class LayerOrder:
 class Streamer:
     """Brings layers into slots, and owns the slots' storages. See [Note: interrupts of streaming].
 
-    Any use of a layer finds its bytes: they are in a slot, or are fetched then. The layers expected next are fetched ahead, as
-    far as slots are free that no layer needs sooner. A slot's bytes are good for the pass and its backward: before each new
-    pass the slots forget, since not every write to a host copy can be seen.
-
-    Args:
-        chunks: the layers that stream, in their expected order.
-        disk: where their host copies are; None if that is host memory.
+    The layers expected next are fetched ahead, as far as slots are free that no layer needs sooner. A slot's bytes are good for
+    the pass and its backward: before each new pass the slots forget, since not every write to a host copy can be seen.
     """
 
     def __init__(
