@@ -11,8 +11,7 @@ piece is cut into *windows*.
 What moves:
 
 - `pieces`: `Piece`: where its states are; `StateRecord`: one parameter's record; `CutPiece`: a large one, moved in `Window`s
-- `packing`: states side by side in one range of bytes; tensors that wrap others; float32 copies
-- `shards`: parameters that are `DTensor`s: their local tensors are stepped
+- `packing`: states side by side in one range of bytes; tensors that wrap others, as shards do; float32 copies
 - `memory`: `HostStates`, pinned host memory; `StateSlots`, device memory that pieces use in turn, and the copies
 - `on_disk`: `DiskStates`: states on a disk between steps, and their host buffers
 - `at_rest`: `optimizer.state` between steps: adopting foreign states, giving all back, saving and loading

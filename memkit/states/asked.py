@@ -19,8 +19,8 @@ from memkit.errors import StateOffloadError, warn_user
 from memkit.optimizers import needs_master
 from memkit.optimizers.steppers import ReducedLayer, layers_of, stepper_of, steppers
 from memkit.removed import removed
+from memkit.states.packing import described, lie_alike
 from memkit.states.pieces import StateRecord
-from memkit.states.shards import described, lie_alike
 from memkit.states.trial import refuse_by_kind
 from memkit.transfer.disk import Disk
 

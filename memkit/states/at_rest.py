@@ -29,10 +29,7 @@ _HOST = torch.device("cpu")
 
 class StatesAtRest:
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, host: HostStates, disk: DiskStates) -> None:
-        self._optimizer = optimizer
-        self._device = device
-        self._host = host
-        self._disk = disk
+        self._optimizer, self._device, self._host, self._disk = optimizer, device, host, disk
         self._has_warned = False
 
     def is_at_home(self, piece: Piece) -> bool:

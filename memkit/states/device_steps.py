@@ -21,9 +21,19 @@ from memkit.plan.chunks import WRITTEN, Residency
 from memkit.plan.states import Update, aligned
 from memkit.states.memory import StateSlots
 from memkit.states.one_step import OneStep
-from memkit.states.packing import MASTER, PackedTensor, copy_each, copy_state, follow, may_leave, moved_state, pack
+from memkit.states.packing import (
+    MASTER,
+    PackedTensor,
+    are_one,
+    copy_each,
+    copy_state,
+    follow,
+    may_leave,
+    moved_state,
+    pack,
+    write_local,
+)
 from memkit.states.pieces import Layout, Piece, StateRecord, follow_attributes, stand_in_of
-from memkit.states.shards import are_one, write_local
 from memkit.transfer.device_memory import device_memory_of
 
 if TYPE_CHECKING:
@@ -92,10 +102,7 @@ class DeviceSteps:
         *,
         undo_bytes: int,
     ) -> None:
-        self._optimizer = optimizer
-        self.slots = slots
-        self._host = host
-        self.disk = disk
+        self._optimizer, self.slots, self._host, self.disk = optimizer, slots, host, disk
         self._undo = Undo(device, undo_bytes)
 
     def begin(self, piece: Piece) -> None:

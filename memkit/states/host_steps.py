@@ -29,16 +29,19 @@ from memkit.states.one_step import OneStep, Prepared
 from memkit.states.packing import (
     MASTER,
     PackedTensor,
+    are_one,
     copy_state,
     follow,
+    local_gradient,
     local_packed,
     may_leave,
     moved_state,
     pack,
+    shard_like,
     storage_of_part,
+    write_local,
 )
 from memkit.states.pieces import Layout, Piece, StateRecord, follow_attributes, stand_in_of, version_of
-from memkit.states.shards import are_one, local_gradient, shard_like, write_local
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, Transfer
 
@@ -213,7 +216,7 @@ class Route:
         self._entries: list[Entries] = []
         self._layout: Layout | None = None
         self._masters: list[Tensor | None] = []
-        self._before: list[tuple[Tensor, Tensor]] = []
+        self.before: list[tuple[Tensor, Tensor]] = []
         """States that are not copied, each with a copy from before the step."""
         self._is_at_home = self.has_all_copies = False
         self._to_host: dict[bool, CopyRange] = {}
@@ -322,7 +325,7 @@ class Route:
         """Point the stand-ins at float32 copies, gradients and states. Parameters are still being copied: see `follow`."""
         rows = [dict(known.get(record.parameter) or ()) for record in self._records]
         if layout is not None and layout is self._layout and all(map(_are_same, rows, self.rows)):
-            for value, before in self._before:
+            for value, before in self.before:
                 before.copy_(value)
         else:
             self._look_up(layout, rows)
@@ -345,9 +348,10 @@ class Route:
         copies = zip(self._records, self._masters, strict=True)
         self.has_all_copies = all(master is not None or not record.has_master for record, master in copies)
         values = [value for row in rows for value in row.values() if isinstance(value, Tensor) and not may_leave(value)]
-        self._before = [(value, value.clone()) for value in values]
+        self.before = [(value, value.clone()) for value in values]
         hosts = self.rows_of(layout)
-        self._is_at_home = hosts is not None and all(map(_is_at_home, rows, hosts))
+        leaving = [{name: value for name, value in row.items() if may_leave(value)} for row in rows]
+        self._is_at_home = hosts is not None and all(map(lie_as, leaving, hosts))
         self._entries = [
             {name: value for name, value in row.items() if not record.has_master or name != MASTER}
             for record, row in zip(self._records, rows, strict=True)
@@ -365,12 +369,15 @@ class Route:
 
     def is_written_in_place(self) -> bool:
         """Tell whether a step wrote its results in place, where the layout says. Then `rows` are the results."""
-        return self._is_at_home and all(map(self._is_in_place, range(len(self.stand_ins))))
-
-    def _is_in_place(self, number: int) -> bool:
-        key, master = self.stand_ins[number], self._masters[number]
-        place = self.host_parameters[number] if master is None else master
-        return key.data_ptr() == place.data_ptr() and _are_same(self.state.get(key, {}), self._entries[number])
+        if not self._is_at_home:
+            return False
+        for key, master, parameter, entries in zip(
+            self.stand_ins, self._masters, self.host_parameters, self._entries, strict=True
+        ):
+            place = parameter if master is None else master
+            if key.data_ptr() != place.data_ptr() or not _are_same(self.state.get(key, {}), entries):
+                return False
+        return True
 
     def made(self) -> list[Entries]:
         found = []
@@ -385,16 +392,12 @@ class Route:
             found.append(entries)
         return found
 
-    def put_numbers_back(self) -> None:
-        for value, before in self._before:
-            value.copy_(before)
-
     def let_go(self, *, is_steady: bool) -> None:
         for key in self.stand_ins:
             key.grad = None
         self.state = defaultdict(dict)
         if not is_steady:
-            self.rows, self._layout, self._masters, self._before, self._entries = [], None, [], [], []
+            self.rows, self._layout, self._masters, self.before, self._entries = [], None, [], [], []
 
 
 def _words(storage: torch.UntypedStorage, start: int, num_words: int) -> Tensor:
@@ -403,11 +406,6 @@ def _words(storage: torch.UntypedStorage, start: int, num_words: int) -> Tensor:
 
 def _are_same(one: Entries, other: Entries) -> bool:
     return len(one) == len(other) and all(map(is_, one.values(), other.values())) and [*one] == [*other]
-
-
-def _is_at_home(row: Entries, host: Mapping[str, Any]) -> bool:
-    leaving = {name: value for name, value in row.items() if may_leave(value)}
-    return lie_as(leaving, host)
 
 
 def lie_as(leaving: Mapping[Any, Any], host: Mapping[str, Any]) -> bool:
@@ -439,12 +437,8 @@ class HostSteps:
         *,
         runs_ahead: bool = False,
     ) -> None:
-        self._optimizer = optimizer
-        self._device = device
-        self._lanes = lanes
-        self._slots = slots
-        self._host = host
-        self._runs_ahead = runs_ahead
+        self._optimizer, self._device, self._lanes = optimizer, device, lanes
+        self._slots, self._host, self._runs_ahead = slots, host, runs_ahead
         self._rooms: dict[int, Span] = {}
         """By slot, or by the id of a piece's plan if the piece has room of its own."""
         self._routes: dict[Piece, Route] = {}
@@ -586,7 +580,8 @@ class HostSteps:
                     "(optimizer.load_state_dict) and go on"
                 )
             with torch.no_grad():
-                route.put_numbers_back()
+                for value, before in route.before:
+                    value.copy_(before)
             raise
         finally:
             route.let_go(is_steady=is_steady)

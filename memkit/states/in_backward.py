@@ -58,8 +58,8 @@ class BackwardSteps(Accumulating):
         rest: StatesAtRest,
         follow_groups: Callable[[], object],
     ) -> None:
-        self._optimizer = optimizer
-        self._device = device
+        self._optimizer, self._device, self._stepping = optimizer, device, stepping
+        self._on_device, self._on_host, self._rest, self._follow_groups = on_device, on_host, rest, follow_groups
         self._stream = device.new_stream("step")
         self._held: deque[tuple[Stream, Event, list[Tensor]]] = deque()
         """The gradients' stream, the event behind the step, and the tensors that it reads, the gradient first."""
@@ -68,11 +68,6 @@ class BackwardSteps(Accumulating):
         self._ends = set[backwards.BackwardEnd]()
         self._behind_failure = HookSet()
         self._has_failed = False
-        self._rest = rest
-        self._follow_groups = follow_groups
-        self._stepping = stepping
-        self._on_device = on_device
-        self._on_host = on_host
         self._leaving: dict[Piece, None] = {}
         self._pieces: list[Piece] = []
         self._watches_replicas = False
@@ -130,7 +125,7 @@ class BackwardSteps(Accumulating):
             return
         if self._end is None or self._end.is_over:
             self._end = backwards.on_end(weakly(self._end_backward), among=self._ends)
-            if self._has_failed and self._are_zeroed():
+            if self._has_failed and not any(type(met.records[0].parameter.grad) is ConsumedGradient for met in self._met):
                 self._end_step()
             self.check_options()
             self._follow_groups()
@@ -235,9 +230,6 @@ class BackwardSteps(Accumulating):
         self.forget_done()
         self._stepping.unfinished = None
 
-    def _are_zeroed(self) -> bool:
-        return not any(type(piece.records[0].parameter.grad) is ConsumedGradient for piece in self._met)
-
     def _let_go_of(self, entry: tuple[Stream, Event, list[Tensor]]) -> None:
         """Let a gradient go once its stream waits for its step, unless another thread has done so."""
         stream, stepped, held = entry
@@ -255,11 +247,15 @@ class BackwardSteps(Accumulating):
         coming = self._coming_after(part)
         self._on_device.disk.read_ahead([part, *coming])
         if part not in self._begun:
-            self._make_room(part)
+            for other in [other for other in self._begun if not self._on_device.is_free_for(part)]:
+                if other.slot == part.slot and not other.plan.is_resident:
+                    self._drop(other)  # it is not needed yet
             self._begin(part)
         self._on_device.step(part, run)
         self._begun.remove(part)
-        self._fetch_ahead(coming)
+        for other in coming:
+            if other not in self._begun and self._on_device.is_free_for(other):
+                self._begin(other)
 
     def join(self) -> None:
         """Wait for a backward that has failed, or whose end was interrupted, and may yet step something."""
@@ -285,11 +281,6 @@ class BackwardSteps(Accumulating):
         self._begun.append(piece)
         self._on_device.begin(piece)
 
-    def _make_room(self, piece: Piece) -> None:
-        for other in [other for other in self._begun if not self._on_device.is_free_for(piece)]:
-            if other.slot == piece.slot and not other.plan.is_resident:
-                self._drop(other)
-
     def _drop(self, piece: Piece) -> None:
         self._begun.remove(piece)
         self._on_device.drop(piece)
@@ -308,11 +299,6 @@ class BackwardSteps(Accumulating):
             others = [other for other in order[place + 1 : place + 1 + _AHEAD] if other not in self._met]
             coming += [part for other in others for part in other.parts]
         return [other for other in coming[:_AHEAD] if other.may_come_early and other.plan.update is Update.DEVICE]
-
-    def _fetch_ahead(self, coming: Sequence[Piece]) -> None:
-        for other in coming:
-            if other not in self._begun and self._on_device.is_free_for(other):
-                self._begin(other)
 
     def end(self) -> list[Piece]:
         """Begin the optimizer's step: return the pieces that the backward has stepped. Nothing is on its way any more."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memkit.core.forks import forked
 from memkit.core.torch_state import local_of
-from memkit.errors import StateOffloadError, warn_user
+from memkit.errors import StateOffloadError
 from memkit.optimizers import KeptState, needs_master
 from memkit.plan import ParameterCosts, StatePlan
 from memkit.plan.states import aligned, is_large
@@ -24,9 +24,7 @@ from memkit.states.trial import find_elementwise, refuse_mixed_shards, try_out
 
 class Members:
     def __init__(self, optimizer: torch.optim.Optimizer, *, master: torch.dtype | None, torch_device: torch.device) -> None:
-        self._optimizer = optimizer
-        self._master = master
-        self._torch_device = torch_device
+        self._optimizer, self._master, self._torch_device = optimizer, master, torch_device
         self._process = os.getpid()
         self._replaced: Any = None
         """While states are loaded: the former `optimizer.state`."""
@@ -96,13 +94,8 @@ class Members:
     def refuse_use(self) -> None:
         self.refuse_fork()
         if self.is_half_loaded:
-            raise StateOffloadError(f"{_HALF}. Load the optimizer and the model again")
+            raise StateOffloadError(f"{HALF_LOADED}. Load the optimizer and the model again")
         self._replaced = None
-
-    def check_before_close(self) -> None:
-        self.refuse_fork()
-        if self.is_half_loaded:
-            warn_user(f"StateOffload: {_HALF}")
 
     @property
     def is_half_loaded(self) -> bool:
@@ -123,10 +116,6 @@ class Members:
 
     def are_as_many(self) -> bool:
         return list(map(len, self._known)) == [len(group["params"]) for group in self._optimizer.param_groups]
-
-    def new_records(self) -> list[StateRecord]:
-        known = {id(record.parameter) for piece in self.pieces for record in piece.records}
-        return [record for record in self.records() if id(record.parameter) not in known]
 
     def place(self) -> None:
         groups = self._optimizer.param_groups
@@ -149,7 +138,7 @@ class Members:
         return found
 
 
-_HALF = "optimizer.load_state_dict() was interrupted: some parameters have loaded states, others none"
+HALF_LOADED = "optimizer.load_state_dict() was interrupted: some parameters have loaded states, others none"
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

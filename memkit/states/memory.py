@@ -114,9 +114,7 @@ class StateSlots:
     holder = "StateOffload's slots"
 
     def __init__(self, device: Device, lanes: Lanes, plan: StatePlan) -> None:
-        self._device = device
-        self._lanes = lanes
-        self._plan = plan
+        self._device, self._lanes, self._plan = device, lanes, plan
         self._memory = device_memory_of(device)
         self.slots = [self._new(num_bytes) for num_bytes in plan.slot_bytes]
         self._memory.join(self)

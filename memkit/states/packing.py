@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memkit.core import torch_private
 from memkit.core.tensors import PLAIN_TYPES, is_dense, parts_of, tensor_over
-from memkit.core.torch_state import local_of
+from memkit.core.torch_state import is_dtensor, local_of
 from memkit.errors import StateOffloadError
 from memkit.plan.states import aligned
 from memkit.transfer.host_memory import Span
@@ -251,3 +251,55 @@ def follow(master: Tensor, parameter: Tensor) -> None:
     kept = master.to(parameter.dtype).view(bits) == parameter.detach().view(bits)
     written = parameter.detach()
     torch.where(kept, master, written if bits is torch.int16 else written.to(torch.float32), out=master)
+
+
+# Parameters that are shards (`DTensor`): their local tensors are stepped, by elementwise optimizers alone.
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    grad = parameter.grad
+    return None if grad is None else local_of(grad)
+
+
+def shard_over(local: Tensor, like: Tensor) -> Tensor:
+    """Return a `DTensor` with the size and placements of another one, over a local tensor of any device and dtype."""
+    with torch.inference_mode(False), torch.no_grad():
+        empty: Any = torch.empty_like(like.detach(), dtype=local.dtype, device="meta")
+        names, context = empty.__tensor_flatten__()
+        inner = {name: getattr(empty, name) for name in names}  # newer DTensors name their mesh as well
+        inner = {name: local.detach() if isinstance(value, Tensor) else value for name, value in inner.items()}
+        made: Tensor = type(empty).__tensor_unflatten__(inner, context, like.size(), like.stride())
+    return made
+
+
+def shard_like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return a local tensor as a state of a parameter: as a `DTensor` if the parameter is one, else as it is."""
+    return shard_over(local, parameter) if is_dtensor(parameter) else local
+
+
+def write_local(parameter: Tensor, values: Tensor) -> None:
+    local_of(parameter).copy_(values)
+    note_written(parameter)
+
+
+def note_written(parameter: Tensor) -> None:
+    """Raise the version of a `DTensor` whose local tensor was written to: a write there does not count in the `DTensor`."""
+    if is_dtensor(parameter):
+        torch.autograd.graph.increment_version(parameter)
+
+
+def are_one(one: Tensor, other: Tensor) -> bool:
+    return local_of(one).data_ptr() == local_of(other).data_ptr()
+
+
+def lie_alike(one: Tensor, other: Tensor) -> bool:
+    if not is_dtensor(one) or not is_dtensor(other):
+        return False
+    first: Any = one
+    second: Any = other
+    return bool(first.device_mesh == second.device_mesh and tuple(first.placements) == tuple(second.placements))
+
+
+def described(tensor: Any) -> str:
+    split = f" with placements {tuple(tensor.placements)}" if is_dtensor(tensor) else ""
+    return f"{type(tensor).__name__}{split}"

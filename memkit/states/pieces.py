@@ -34,9 +34,10 @@ from memkit.states.packing import (
     local_packed,
     may_leave,
     moved_state,
+    note_written,
     pack,
+    shard_like,
 )
-from memkit.states.shards import note_written, shard_like
 from memkit.transfer.disk import DiskCopy
 from memkit.transfer.host_memory import Span
 
@@ -47,7 +48,7 @@ class StateRecord:
         self.parameter = parameter
         self.has_master = has_master
         self.is_shard = is_dtensor(parameter)
-        """Whether it is a `DTensor`, whose local tensor is stepped: see `memkit.states.shards`."""
+        """Whether it is a `DTensor`, whose local tensor is stepped: see `LocalStep`."""
         self.index = 0
         self.group = self.position = -1
         """The number of its group, and its position there; -1 once the optimizer does not have it any more."""

@@ -51,9 +51,7 @@ class _Batch:
 
 class ShardSteps(Accumulating):
     def __init__(self, optimizer: torch.optim.Optimizer, members: Members, device: Device) -> None:
-        self._optimizer = optimizer
-        self._members = members
-        self._device = device
+        self._optimizer, self._members, self._device = optimizer, members, device
         self._layers: dict[ReducedLayer, list[StateRecord]] = {}
         self._known: list[list[int]] = []
         self._thread: OwnThreads | None = None

@@ -38,7 +38,7 @@ from memkit.states.at_rest import StatesAtRest, put_states, with_host_copies
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_steps import HostSteps
 from memkit.states.in_backward import BackwardSteps, LayeredSteps
-from memkit.states.members import Members, parameters_of
+from memkit.states.members import HALF_LOADED, Members, parameters_of
 from memkit.states.memory import HostStates, StateSlots
 from memkit.states.on_disk import DiskStates
 from memkit.states.one_step import OneStep, run_closure
@@ -357,7 +357,8 @@ class StateOffload(NotCopied, EnteredOnce):
         if not members.have_changed():
             return
         self._check_groups()
-        new = members.new_records()
+        known = {id(record.parameter) for piece in members.pieces for record in piece.records}
+        new = [record for record in members.records() if id(record.parameter) not in known]
         if new:
             costs = {id(key): cost for key, cost in zip(parameters_of(self.optimizer), members.costs(), strict=True)}
             self._add(new, [costs[id(record.parameter)] for record in new])
@@ -493,7 +494,9 @@ class StateOffload(NotCopied, EnteredOnce):
         """
         if self._is_closed:
             return
-        self._members.check_before_close()
+        self._members.refuse_fork()
+        if self._members.is_half_loaded:
+            warn_user(f"StateOffload: {HALF_LOADED}")
         self._hooks.remove()
         if self._on_shards is not None:
             self._on_shards.close()

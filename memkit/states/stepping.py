@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 class Stepping:
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, on_device: DeviceSteps, on_host: HostSteps) -> None:
-        self._optimizer = optimizer
-        self._device = device
-        self._on_device = on_device
-        self._on_host = on_host
+        self._optimizer, self._device, self._on_device, self._on_host = optimizer, device, on_device, on_host
         self.unfinished: OneStep | None = None
         """A step that has begun and that torch has not ended yet: it may have been broken off."""
         self.num_steps = 0
@@ -70,7 +67,13 @@ class Stepping:
                 self._send(leaving, run, note_left)
             self._run(parts, run, note_stepped)
             if not are_in_states(generators, before):
-                self._note_drawn()
+                self._has_drawn = True
+                warn_user(
+                    f"StateOffload: random numbers were drawn during a step of {type(self._optimizer).__name__}, and small "
+                    "steps at the beginning had drawn none. If the step drew them, some went to other parameters than without "
+                    "memkit: what stays on the device was stepped between what moves. Later steps keep to the order of the "
+                    "groups. Make the StateOffload when steps draw already, or leave out device_budget"
+                )
             if not run.awaited:
                 run.write_changes()
         except BaseException as error:
@@ -80,16 +83,6 @@ class Stepping:
                 self._note(error, pieces)
             raise
         self.is_broken = False
-
-    def _note_drawn(self) -> None:
-        """Keep to the groups' order from now on: a step, or another thread, has drawn random numbers, and the trial none."""
-        self._has_drawn = True
-        warn_user(
-            f"StateOffload: random numbers were drawn during a step of {type(self._optimizer).__name__}, and small steps at "
-            "the beginning had drawn none. If the step drew them, some went to other parameters than without memkit: "
-            "what stays on the device was stepped between what moves. Later steps keep to the order of the groups. Make the "
-            "StateOffload when steps draw already, or leave out device_budget"
-        )
 
     def _send(self, parts: Sequence[Piece], run: OneStep, note_left: Callable[[Piece], object]) -> None:
         for part in parts:
@@ -378,19 +371,15 @@ class ForwardOverlap:
         """Let the current stream wait for the parameters of a module and of its childless children, which it may read."""
         if not self._pending:
             return
-        if self._leaving:
-            self._join_those_over()
+        over = list(itertools.takewhile(self.stepping.is_over, self._leaving))
+        if over:
+            self._join(over)
         self._await(torch_private.parameters_of(module))
         if not isinstance(module, nn.Sequential):
             for child in torch_private.children_of(module).values():
                 if child is not None and not torch_private.children_of(child):
                     self._await(torch_private.parameters_of(child))
         self.refuse_foreign_writes()
-
-    def _join_those_over(self) -> None:
-        over = list(itertools.takewhile(self.stepping.is_over, self._leaving))
-        if over:
-            self._join(over)
 
     def _await(self, parameters: dict[str, nn.Parameter | None]) -> None:
         for parameter in parameters.values():
