@@ -140,17 +140,13 @@ def test_receiving_pack_is_behind_those_that_hand_on() -> None:
         assert receiving_pack() is None
 
 
-@pytest.mark.parametrize("steps", [False, True])
-def test_hooks_that_may_step_are_told_from_those_that_do_not(steps: bool) -> None:
+def test_hooks_that_may_step() -> None:
     parameter = nn.Parameter(torch.zeros(1))
 
     assert not may_step_in_backward(parameter)
     with HookSet() as hooks:
-        hooks.around_accumulation(parameter, before=lambda: None, after=lambda: None, steps=steps)
-        assert may_step_in_backward(parameter) is steps
-        handle = parameter.register_post_accumulate_grad_hook(lambda _: None)
+        hooks.around_accumulation(parameter, before=lambda: None, after=lambda: None)
         assert may_step_in_backward(parameter)
-        handle.remove()
     assert not may_step_in_backward(parameter)
 
 

@@ -98,13 +98,10 @@ class Attachment:
             for other in attached_to(model):
                 if isinstance(other, Attachment) and other.context.goes_outside:
                     other._hooks.put_outside()
-            note_attached(self, is_on=Attachment._is_on, take_off=Attachment.remove)
+            note_attached(self, is_on=lambda own, module: own._model() is module, take_off=Attachment.remove)
         except BaseException:  # the caller gets no handle that could remove them
             self._hooks.remove()
             raise
-
-    def _is_on(self, module: nn.Module) -> bool:
-        return self._model() is module
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _attached_to_nothing, ()  # if the model holds its handle
@@ -141,19 +138,16 @@ class Attachment:
         note, call = "", self._running.begin(model, depth=2)  # first: the other hook runs even if entering raises
         if self._unused is not None and torch.is_grad_enabled():
             self._end_unused()
-            note = self._look_ahead(model, args, kwargs)
+            self._looks_ahead = threading.get_ident()
+            try:
+                note = self.context.foresee(model, args, kwargs)
+            finally:
+                self._looks_ahead = None
         context = self.context.again()
         if context.asks_for_shapes:
             context.shapes = shapes_of(args, kwargs)
         call.end = functools.partial(_end, context.__exit__, note)  # held as long as the call is
         context.enter_with(_resident(model, args, kwargs) if context.asks_what_is_resident else {})
-
-    def _look_ahead(self, model: nn.Module, args: Any, kwargs: Any) -> str:
-        self._looks_ahead = threading.get_ident()
-        try:
-            return self.context.foresee(model, args, kwargs)
-        finally:
-            self._looks_ahead = None
 
     def _after(self, model: nn.Module, *_: Any) -> None:
         if self._looks_ahead != threading.get_ident():

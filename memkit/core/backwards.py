@@ -105,9 +105,3 @@ def before(outputs: object, hook: Callable[[object], None]) -> bool:
                 node.register_prehook(hook)
                 is_any = True
     return is_any
-
-
-def gradient_node(parameter: Tensor) -> Any:
-    """Return the `AccumulateGrad` node of a parameter: a new one if no live graph has used it in its current form."""
-    with torch.enable_grad(), torch_private.without_dispatch_modes():
-        return torch.autograd.graph.get_gradient_edge(parameter).node

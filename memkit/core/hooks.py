@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from traceback import walk_stack
 from types import FrameType, TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -177,21 +177,17 @@ class HookSet:
         self._handles.append(node.register_prehook(lambda _: hook()))
 
     def around_accumulation(
-        self, parameter: Tensor, *, before: Callable[[Tensor], None], after: Callable[[Tensor], None], steps: bool
+        self, parameter: Tensor, *, before: Callable[[Tensor], None], after: Callable[[Tensor], None]
     ) -> None:
-        """Call `before(grad)` ahead of an accumulation and `after(parameter)` behind, which `steps` the parameter or not."""
+        """Call `before(grad)` ahead of an accumulation and `after(parameter)` behind, without a Python frame of its own."""
         self.before_accumulation(parameter, before)
-        behind = _AfterAccumulation(weakref.proxy(after))
-        behind.steps = steps
+        behind = partial[None](weakref.proxy(after))
         self._handles.append(_Held(after, behind))
         self._handles.append(parameter.register_post_accumulate_grad_hook(behind))
 
     def before_accumulation(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
         """Call `hook(grad)` before the engine accumulates a gradient, or `torch.autograd.grad` returns it."""
         self._handles.append(parameter.register_hook(hook))
-
-    def before_step(self, optimizer: torch.optim.Optimizer, hook: Callable[[], None]) -> None:
-        self._handles.append(optimizer.register_step_pre_hook(lambda *_: hook()))
 
     def before_any_step(self, hook: Callable[[torch.optim.Optimizer], None]) -> None:
         """Call `hook(optimizer)` before each step of every optimizer: see `StepHook`."""
@@ -216,32 +212,19 @@ class HookSet:
             self._handles.pop()
 
 
-class _AfterAccumulation(partial[None]):
-    """Called after a gradient was accumulated, without a Python frame of its own."""
-
-    steps = False
-
-
 @dataclass(frozen=True, slots=True)
 class _Held:
     """Holds the function that such a hook refers to weakly: Python's collector doesn't see torch's references."""
 
     after: Callable[[Tensor], None]
-    behind: _AfterAccumulation
+    behind: partial[None]
 
     def remove(self) -> None:  # an interrupt may have left the hook set: from now on it does nothing
         self.behind.__setstate__((nullcontext().__exit__, (), {}, None))  # type: ignore[attr-defined]  # not in the stubs
 
 
 def may_step_in_backward(parameter: Tensor) -> bool:
-    hooks = torch_private.post_accumulate_hooks(parameter) or {}
-    return any(not isinstance(hook, _AfterAccumulation) or hook.steps for hook in hooks.values())
-
-
-@runtime_checkable
-class Ends(Protocol):
-    def end(self, *, has_failed: bool) -> None:
-        """Remove the hooks, if they are still on."""
+    return bool(torch_private.post_accumulate_hooks(parameter))
 
 
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -319,8 +302,8 @@ def end_left() -> None:
     """End the contexts that an interrupt has made this thread leave unnoticed."""
     for hooks in _stacked.hooks[::-1]:
         if hooks.block is not None and hooks.block() is None:
-            if isinstance(hooks.owner, Ends):
-                hooks.owner.end(has_failed=True)
+            if (end := getattr(hooks.owner, "end", None)) is not None:
+                end(has_failed=True)
             hooks.__exit__()
 
 

@@ -90,11 +90,8 @@ class CopyBatch:
     def __init__(
         self, device: Device, stream: Stream, pieces: Sequence[Piece], *, is_out: bool, ahead: CopyBatch | None = None
     ) -> None:
-        self.device = device
-        self.ahead = ahead
-        self.stream = stream
-        self.pieces = pieces
-        self.is_out = is_out
+        self.device, self.stream, self.pieces = device, stream, pieces
+        self.is_out, self.ahead = is_out, ahead
         self.num_bytes = sum(piece.num_bytes for piece in pieces)
         self.num_storages = len({piece.index for piece in pieces})
 

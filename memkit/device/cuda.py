@@ -103,22 +103,17 @@ class CudaCopyBatch(CopyBatch):
         self._hosts, self._sizes_bytes = [piece.address for piece in pieces], [piece.num_bytes for piece in pieces]
         self._is_one = len(pieces) == 1
 
-    def _make_events(self) -> None:
-        events = CudaEvent(), CudaEvent(), CudaEvent()
-        handle_of = self._runtime.cudaEvent_t
-        for event in events:
-            event.event.record(_of(self.stream))  # CUDA makes it now
-        self._on_started, self._on_done, self._on_waited = (handle_of(event.event.cuda_event) for event in events)
-        self._events = events
-
     def start(self, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
         if torch_private.num_dispatch_modes() or not _is_current(self.device.torch_device):
             self._events = None
             super().start(storages, behind)
             return
         if self._events is None:
-            self._make_events()
-            self.started, self.done, _ = self._events  # type: ignore[misc]  # made
+            events, handle_of = (CudaEvent(), CudaEvent(), CudaEvent()), self._runtime.cudaEvent_t
+            for event in events:
+                event.event.record(_of(self.stream))  # CUDA makes it now
+            self._on_started, self._on_done, self._on_waited = (handle_of(event.event.cuda_event) for event in events)
+            self.started, self.done, _ = self._events = events
         self.waited = None
         runtime, lane, on_started = self._runtime, self._lane, self._on_started
         error = runtime.cudaEventRecord(on_started, self._raw_stream())[0]

@@ -294,12 +294,7 @@ class DiskStates:
     # At rest
 
     def put(
-        self,
-        piece: Piece,
-        tensors: tuple[tuple[Packed, ...], ...],
-        num_bytes: int,
-        rows: Rows,
-        entries: Mapping[Any, Any],
+        self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: Rows, entries: Mapping[Any, Any]
     ) -> None:
         before = piece.copies
         parts = piece.cut(tensors, num_bytes, rows, entries)

@@ -249,17 +249,13 @@ class Arena:
         self._last_uses: deque[tuple[Range, Event]] = deque()
         """Freed ranges whose last use is not reached, oldest first; also once they are taken again."""
         self._spans: dict[int, Span] = {}
-        self._in_use_bytes = 0
+        self.in_use_bytes = 0
         self._broken_at: int | None = None
         """How many spans were taken before the call that was broken off: see [Note: interrupted arena]."""
         self._must_pin = must_pin
         self._staging: Staging | None = None
         """For all memory that is not pinned; made when the system refuses a pin."""
         self._buffer_spans: list[Span] = []
-
-    @property
-    def in_use_bytes(self) -> int:
-        return self._in_use_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -339,8 +335,8 @@ class Arena:
             staging=None if all(segment.is_pinned for segment in segments) else self._staging,
         )
         self._spans[span.offset] = span
-        self._in_use_bytes += sum(end - start for start, end in ranges)
-        self.peak_in_use_bytes = max(self.peak_in_use_bytes, self._in_use_bytes)
+        self.in_use_bytes += sum(end - start for start, end in ranges)
+        self.peak_in_use_bytes = max(self.peak_in_use_bytes, self.in_use_bytes)
         if not span.free_events:
             self._note_free(span)
         return span
@@ -355,7 +351,7 @@ class Arena:
         if last_use is not None:
             self._last_uses.extend((byte_range, last_use) for byte_range in span.ranges)
         del self._spans[span.offset]
-        self._in_use_bytes -= sum(end - start for start, end in span.ranges)
+        self.in_use_bytes -= sum(end - start for start, end in span.ranges)
         if not self._pending_on(span.ranges):
             self._note_free(span)
         for byte_range in span.ranges:
@@ -421,7 +417,7 @@ class Arena:
         self._broken_at = None
 
     def _recount(self) -> None:
-        self._in_use_bytes = sum(rounded(span.num_bytes, ALIGNMENT_BYTES) for span in self._spans.values())
+        self.in_use_bytes = sum(rounded(span.num_bytes, ALIGNMENT_BYTES) for span in self._spans.values())
         self._gaps.ranges = []
         for segment in self._segments:
             self._gaps.free((segment.start, segment.end))
@@ -439,7 +435,7 @@ class Arena:
         tail_bytes = self._gaps.ranges[-1][1] - self._gaps.ranges[-1][0] if is_tail_free else 0
         whole_bytes = rounded(size - tail_bytes, HOST_PAGE_BYTES)
         least_bytes = rounded(size - self._gaps.num_bytes, HOST_PAGE_BYTES)
-        most_in_use_bytes = max(self.peak_in_use_bytes, self._in_use_bytes + size)
+        most_in_use_bytes = max(self.peak_in_use_bytes, self.in_use_bytes + size)
         is_bounded = self.held_bytes + whole_bytes <= max(_SLACK * most_in_use_bytes, LOOSE_BYTES)
         try:
             self._await_pins(self._commit(shares(whole_bytes if is_bounded else least_bytes)), all_or_none=True)

@@ -386,19 +386,12 @@ class DiskStore:
     each transfer, raises its error. If Ctrl-C breaks off a request, the transfer has not begun, or is `DiskCopy.transfer`.
     """
 
-    def __init__(
-        self,
-        file: DiskFile,
-        queue: DiskQueue,
-        device: Device,
-        *,
-        block_bytes: int = BLOCK_BYTES,
-    ) -> None:
+    def __init__(self, file: DiskFile, queue: DiskQueue, device: Device) -> None:
         self.file = file
         self.lock = threading.RLock()
         self.is_broken = False
         self.read_bytes = self.written_bytes = 0
-        self._queue, self._device, self._block_bytes = queue, device, block_bytes
+        self._queue, self._device, self._block_bytes = queue, device, BLOCK_BYTES
         self._copies: dict[int, DiskCopy] = {}
         self._moving: dict[int, DiskCopy] = {}
         self._gaps = Gaps()

@@ -6,7 +6,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -71,7 +71,10 @@ def _cut(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     turn, num_bytes = list[Piece](), 0
     for piece in pieces:
         for start in range(0, piece.num_bytes, TURN_BYTES):
-            part = piece if piece.num_bytes <= TURN_BYTES else _part_of(piece, start)
+            part = piece
+            if piece.num_bytes > TURN_BYTES:
+                host = piece.host[start : start + TURN_BYTES]
+                part = Piece(piece.index, piece.start + start, host, piece.address + start, len(host))
             if turn and num_bytes + part.num_bytes > TURN_BYTES:
                 yield turn
                 turn, num_bytes = [], 0
@@ -79,11 +82,6 @@ def _cut(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
             num_bytes += part.num_bytes
     if turn:
         yield turn
-
-
-def _part_of(piece: Piece, start: int) -> Piece:
-    host = piece.host[start : start + TURN_BYTES]
-    return replace(piece, start=piece.start + start, host=host, address=piece.address + start, num_bytes=len(host))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +146,21 @@ class Lanes:
         """Copy the first bytes of a storage into a span, once `after` is reached and the span's last users are done with it."""
         return self.copy(self.out, storage, span, is_out=True, after=(after, *span.free_events))
 
-    def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event], start: int = 0) -> Transfer:
-        """Copy a span into a storage, or to a part of a larger one from byte `start` on, once the events are reached."""
-        return self.copy(self.back, storage, span, is_out=False, after=after, start=start)
+    def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event]) -> Transfer:
+        return self.copy(self.back, storage, span, is_out=False, after=after)
 
     def batch_out(self, spans: Sequence[Span]) -> CopyBatch:
         """Prepare copies to pinned spans, one from a storage to each. The lane waits for the spans' last users now."""
         for event in {event for span in spans for event in span.free_events}:
             self._device.wait_event(self.out, event)
-        return self._device.copy_batch(self.out, [*_pieces_of(spans)], is_out=True)
+        pieces = []
+        for index, span in enumerate(spans):
+            starts = itertools.accumulate((host.nbytes for host in span.pieces), initial=0)
+            pieces += [
+                Piece(index, start, host, host.data_ptr(), host.nbytes)
+                for start, host in zip(starts, span.pieces, strict=False)
+            ]
+        return self._device.copy_batch(self.out, pieces, is_out=True)
 
     def start_out(self, batch: CopyBatch, storages: Sequence[torch.UntypedStorage]) -> Event:
         """Put a batch on the lane, behind the current stream. Return the event at its end, which the next start reuses."""
@@ -213,14 +217,6 @@ class Lanes:
             done = device.record_event(lane, timed=False)
             after = (done,)
         return done
-
-
-def _pieces_of(spans: Sequence[Span]) -> Iterator[Piece]:
-    for index, span in enumerate(spans):
-        start = 0
-        for host in span.pieces:
-            yield Piece(index, start, host, host.data_ptr(), host.nbytes)
-            start += host.nbytes
 
 
 _lanes: dict[Device, Lanes] = {}

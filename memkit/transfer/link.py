@@ -35,13 +35,13 @@ def measure_link(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int =
     )
 
 
-def measure_both_ways(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int = 5) -> float:
+def measure_both_ways(device: Device, *, num_bytes: int) -> float:
     """Return the bytes per second each way while copies go both ways at once: the median of several."""
     lanes, both_s = Lanes(device), []
     with _memory(device, num_bytes, num_pairs=2) as (storages, spans):
         lanes.copy_out(storages[1], spans[1], after=device.record_event())
         device.synchronize()
-        for _ in range(1 + repeats):
+        for _ in range(6):  # the first is to warm up
             ready = device.record_event()
             out = lanes.copy_out(storages[0], spans[0], after=ready)
             back = lanes.copy_back(spans[1], storages[1], after=(ready,))
@@ -50,9 +50,7 @@ def measure_both_ways(device: Device, *, num_bytes: int = 256 * 2**20, repeats: 
     return num_bytes / max(statistics.median(both_s[1:]), 1e-9)
 
 
-def measure_beside_copies(
-    device: Device, act: Callable[[], object], *, num_bytes: int, num_copies: int, most_acts: int | None = None
-) -> tuple[float, float]:
+def measure_beside_copies(device: Device, act: Callable[[], object], *, num_bytes: int, num_copies: int) -> tuple[float, float]:
     lanes = Lanes(device)
     with _memory(device, num_bytes, num_pairs=2) as (storages, spans):
         out = lanes.copy_out(storages[1], spans[1], after=device.record_event())
@@ -62,7 +60,7 @@ def measure_beside_copies(
             out = lanes.copy_out(storages[0], spans[0], after=ready)
             back = lanes.copy_back(spans[1], storages[1], after=(ready,))
         num_done, begin = 0, time.perf_counter()
-        while num_done < (_MOST_ACTS if most_acts is None else most_acts):
+        while num_done < _MOST_ACTS:
             act()
             num_done += 1
             if out.done.is_reached() and back.done.is_reached():

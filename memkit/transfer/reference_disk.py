@@ -36,12 +36,7 @@ class ReferenceDisk(Disk):
     """
 
     def __init__(
-        self,
-        *,
-        limit: int | str | None = None,
-        fault: Fault | None = None,
-        seed: int | None = None,
-        is_late: bool = True,
+        self, *, limit: int | str | None = None, fault: Fault | None = None, seed: int | None = None, is_late: bool = True
     ) -> None:
         object.__setattr__(self, "directory", Path("reference"))
         object.__setattr__(self, "limit", None if limit is None else check_budget_bytes("limit", limit))

@@ -144,7 +144,10 @@ class Accumulation(ABC):
 
 def accumulating_node(parameter: Tensor, *, has_modes: bool) -> Any:
     """Return the `AccumulateGrad` node of a parameter: a new one if no live graph has used the parameter as it is now."""
-    return backwards.gradient_node(parameter) if has_modes else get_gradient_edge(parameter).node
+    if not has_modes:
+        return get_gradient_edge(parameter).node
+    with torch.enable_grad(), torch_private.without_dispatch_modes():
+        return get_gradient_edge(parameter).node
 
 
 def are_modes_on() -> bool:

@@ -97,7 +97,11 @@ class Forwards(NotCopied):
             gradients.watch_recomputes(self._model)
         chunks = streamer.chunks
         if not len(self._outer_hooks):  # they stay: one of these modules may be running
-            self._watch_outer({id(inner) for chunk in chunks for inner in chunk.module.modules()})
+            within = {id(inner) for chunk in chunks for inner in chunk.module.modules()}
+            for module in self._model.modules():
+                is_outer = id(module) not in within and any(id(inner) in within for inner in module.modules())
+                if is_outer and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+                    self._outer_hooks.around_forward(module, before=self._before_outer, after=self._after_outer)
         self._saved_hooks = WeightHooks(streamer)
         for chunk in chunks:
             layer = _LayerForwards(chunk, InnerHooks())
@@ -108,12 +112,6 @@ class Forwards(NotCopied):
             for module in chunk.module.modules():
                 if module is not chunk.module and any(id(inner) in holding for inner in module.modules()):
                     layer.inner_hooks.around_inner(module, before=partial(self._before_inner, layer), after=self._after_inner)
-
-    def _watch_outer(self, within: set[int]) -> None:
-        for module in self._model.modules():
-            is_outer = id(module) not in within and any(id(inner) in within for inner in module.modules())
-            if is_outer and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-                self._outer_hooks.around_forward(module, before=self._before_outer, after=self._after_outer)
 
     def time_with(self, timing: StepTiming | None, resident: dict[str, nn.Module]) -> None:
         self._timing_hooks.remove()
@@ -132,7 +130,7 @@ class Forwards(NotCopied):
         for hooks in (self._outer_hooks, self._hooks, self._timing_hooks):
             hooks.remove()
         # The object whose these are holds this one: neither is left to the garbage collector.
-        self._before_pass = self._note_adopted = _do_nothing
+        self._before_pass, self._note_adopted = lambda: None, lambda _: None
 
     def end_interrupted(self) -> None:
         self._calls.end_interrupted()
@@ -325,7 +323,3 @@ def _time_forward(begin: Callable[[], None], *_: Any) -> None:
 def _time_backward(begin: Callable[[], None], _: nn.Module, __: Any, output: Any) -> None:
     if not are_owners_set_aside():
         backwards.before(output, lambda _: begin())
-
-
-def _do_nothing(*_: object) -> None:
-    pass

@@ -142,7 +142,7 @@ class FusedSteps(NotCopied, Accumulation):
     def begin(self, chunks: Sequence[LayerChunk]) -> None:
         super().begin(chunks)
         self._watch_groups()
-        self._hooks.before_step(self.optimizer, self._before_users_step)
+        self._hooks.add(self.optimizer.register_step_pre_hook(self._before_users_step))
         self._hooks.add(self.optimizer.register_state_dict_pre_hook(self._before_state_dict))
 
     def watch(self, chunk: LayerChunk) -> None:
@@ -153,7 +153,7 @@ class FusedSteps(NotCopied, Accumulation):
                     known.hooks.remove()
                 made = self._sums[streamed] = _Sum(parameter)
                 before, after = partial(self._before, streamed), partial(self._after, streamed)
-                made.hooks.around_accumulation(parameter, before=before, after=after, steps=True)
+                made.hooks.around_accumulation(parameter, before=before, after=after)
                 made.is_watched = True
         self._watch_groups()
 
@@ -249,9 +249,9 @@ class FusedSteps(NotCopied, Accumulation):
             finally:
                 self._consume(parameter)
 
-        self._hooks.around_accumulation(parameter, before=before, after=after, steps=True)
+        self._hooks.around_accumulation(parameter, before=before, after=after)
 
-    def _before_users_step(self) -> None:
+    def _before_users_step(self, *_: Any) -> None:
         """Raise after two backwards, which would have been meant as one step; the user's own `step()` does nothing."""
         if self._groups is None:
             self._forget_consumed()

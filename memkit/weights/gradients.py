@@ -227,9 +227,7 @@ class HostGradients(Accumulation):
         self._layer: _LayerGradients | None = None
         self._lock = threading.RLock()
         """The engine has a thread for each device."""
-        self._rest = rest
-        self._others = others
-        self._arena = arena
+        self._rest, self._others, self._arena = rest, others, arena
         self._lanes = lanes_of(device)
         self._buffers: dict[StreamedParameter, list[GradientBuffer]] = {}
         """More than one where the caller keeps gradients of earlier steps."""

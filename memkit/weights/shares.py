@@ -270,13 +270,7 @@ def why_layers_free_nothing(
 
 
 def plan_measured(
-    costs: list[LayerCosts],
-    times: StepTimes,
-    plan: ResidencyPlan,
-    *,
-    train: str,
-    num_slots: int,
-    capacity_bytes: int | None,
+    costs: list[LayerCosts], times: StepTimes, plan: ResidencyPlan, *, train: str, num_slots: int, capacity_bytes: int | None
 ) -> ResidencyPlan:
     """Return the plan that streams the most that hides; if the device has no room for the rest then, the least that fits."""
     if times.h2d_bytes_per_s is None:

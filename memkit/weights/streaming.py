@@ -165,7 +165,7 @@ class _Saves:
     def _pack_any(self, tensor: Tensor) -> KeptHandle:
         is_plain = type(tensor) in PLAIN_TYPES or not has_own_dispatch(tensor)
         parts = [tensor] if is_plain else parts_of(tensor) if torch_private.is_wrapper(tensor) else []
-        if any(map(self._is_in_slot, parts)):
+        if any(part.layout is _STRIDED and self._ring.at(part.untyped_storage()) is not None for part in parts):
             if not self._hands_on_weights:
                 if not is_plain:
                     return FlattenedHandle(tensor, self._pack_any)
@@ -175,9 +175,6 @@ class _Saves:
         if self._outer is not None:
             return ForwardedHandle(tensor, *self._outer, is_checked=False)
         return KeptHandle(tensor)
-
-    def _is_in_slot(self, tensor: Tensor) -> bool:
-        return tensor.layout is _STRIDED and self._streamer.ring.at(tensor.untyped_storage()) is not None
 
 
 class WeightHooks(SavedTensorHooks):

@@ -194,7 +194,12 @@ class Schedule:
 
     def note_geometry(self, sized: Sized, save: ScheduledSave, geometry: Geometry, num_bytes: int) -> None:
         sized.geometries[save.place] = geometry
-        if self.is_alone[save.value] and is_all_of(geometry, num_bytes):
+        is_plain = geometry.offset == 0 and not (geometry.is_conj or geometry.is_neg or 0 in geometry.size)
+        if (
+            self.is_alone[save.value]
+            and is_plain
+            and extent(geometry.size, geometry.stride) * geometry.dtype.itemsize == num_bytes
+        ):
             sized.whole[save.value] = geometry.size, geometry.stride, geometry.dtype
 
     def _behind(self, back: Iterable[Sequence[int]]) -> list[int]:
@@ -267,12 +272,6 @@ class Schedule:
             for part, made in zip(self.parts, found.back, strict=True):
                 found.prepare(part.back, made, is_out=False)
         return found
-
-
-def is_all_of(geometry: Geometry, num_bytes: int) -> bool:
-    if geometry.offset != 0 or geometry.is_conj or geometry.is_neg or 0 in geometry.size:
-        return False
-    return extent(geometry.size, geometry.stride) * geometry.dtype.itemsize == num_bytes
 
 
 def make_schedule(trace: Trace, plan: Plan, device: Device, *, window_bytes: int | None, min_bytes: int) -> Schedule:
@@ -619,16 +618,13 @@ class ScheduledForward:
                             self._take_memory([value])
                         except HostMemoryError:
                             continue
-                        batch = self.copy_alone(value, is_out=True)
+                        batch = self.placement.copy_alone(value, is_out=True)
                         batch.start([storage])
                         self.counts.moved_out.batches.append(batch)
                         self.alone[value] = batch
                         batch.wait()
                         self.held[value] = None
                 self.let_go_of_sent()
-
-    def copy_alone(self, value: int, *, is_out: bool) -> CopyBatch:
-        return self.placement.copy_alone(value, is_out=is_out)
 
     @mended
     def let_go_of_sent(self) -> None:
@@ -896,7 +892,7 @@ class ScheduledForward:
         return storage
 
     def _fetch_one(self, value: int) -> torch.UntypedStorage:
-        schedule, batch = self.schedule, self.copy_alone(value, is_out=False)
+        schedule, batch = self.schedule, self.placement.copy_alone(value, is_out=False)
         storage = self._allocate_now(self.sized.sizes_bytes[value])
         if self.device.stream_number() == self.stream:
             self.held[value], self._fetched[value] = storage, 1
