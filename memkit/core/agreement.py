@@ -14,7 +14,6 @@ from memkit.errors import ShardError, note_on
 _Value = TypeVar("_Value")
 
 _FINE = torch.iinfo(torch.int64).max
-"""In place of a rank number: no rank has raised."""
 
 
 def together(
@@ -74,7 +73,6 @@ def _device() -> torch.device:
 
 
 def _sent_by(source: int, text: str) -> str:
-    """Return one rank's text on all ranks. All ranks call it."""
     sent = [text]
     dist.broadcast_object_list(sent, source, device=_device())
     return sent[0]

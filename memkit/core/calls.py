@@ -55,7 +55,6 @@ class Claims:
         return frame is not None
 
     def end_left(self) -> None:
-        """End the calls that an interrupt has left in that thread, if none is going on there."""
         with self.lock:
             self.may_end_left()
 
@@ -75,7 +74,6 @@ _NUM_LOOKS = 3
 class Calls(threading.local):
     def __init__(self) -> None:
         self.under_way: list[Call] = []
-        """The outermost first; always the same list."""
 
     def __len__(self) -> int:
         return len(self.under_way)

@@ -39,7 +39,6 @@ AHEAD_OF_COMPILED_S = 1e-3
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether `torch.compile` has compiled, or will compile, the whole module."""
     return _place_of_code(module) is not None
 
 
@@ -116,7 +115,6 @@ def runs_as_it_is() -> bool:
 
 
 def _place_of_code(module: nn.Module) -> str | None:
-    """Return the attribute through which a module's compiled code is called; None if it is not compiled."""
     own = vars(module)
     code = own.get(torch_private.COMPILED_CALL)
     if code is not None:

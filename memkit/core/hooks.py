@@ -53,7 +53,6 @@ def _call(reference: weakref.ref[StepHook], optimizer: torch.optim.Optimizer, *_
 
 
 def put_last(handle: RemovableHandle) -> None:
-    """Move a hook behind all others of its kind, also later ones."""
     hook: Any = handle
     hook.hooks_dict_ref().move_to_end(hook.id)
 
@@ -228,7 +227,6 @@ def may_step_in_backward(parameter: Tensor) -> bool:
 
 
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""The pack hook and the unpack hook."""
 
 
 class SavedTensorHooks(AbstractContextManager[Any]):
@@ -299,7 +297,6 @@ class SavedTensorHooks(AbstractContextManager[Any]):
 
 
 def end_left() -> None:
-    """End the contexts that an interrupt has made this thread leave unnoticed."""
     for hooks in _stacked.hooks[::-1]:
         if hooks.block is not None and hooks.block() is None:
             if (end := getattr(hooks.owner, "end", None)) is not None:
@@ -325,7 +322,6 @@ def stacked_owners() -> list[object]:
 
 
 def name_of_hooks_around() -> str:
-    """Return a name for the saved-tensor hooks around the caller; empty if there are none."""
     if in_checkpoint():
         return "torch.utils.checkpoint"
     if innermost_pair() is None:

@@ -30,7 +30,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 class Mendable(Protocol):
     is_broken: bool
-    """Whether a call was broken off, and left something half done."""
 
     @property
     def lock(self) -> AbstractContextManager[object]: ...

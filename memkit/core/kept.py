@@ -110,7 +110,6 @@ class FlattenedHandle(KeptHandle):
 def modified_error(
     tensor: Tensor, version: int, size: Callable[[], torch.Size] | None = None, version_now: int | None = None
 ) -> RuntimeError:
-    """Return autograd's own error for a tensor that was written to after it was saved at `version`."""
     try:
         described = f"{tensor.type()} {list((size or tensor.size)())}"
     except RuntimeError:  # not every layout has these

@@ -100,7 +100,6 @@ aside = _Aside()
 
 @contextmanager
 def owners_set_aside() -> Iterator[None]:
-    """Keep weights from streaming in this thread: the model runs on stand-ins without data."""
     before, aside.is_set = aside.is_set, True
     try:
         yield

@@ -40,7 +40,6 @@ class SpanReference:
         self._made: weakref.ref[SequentialSpan] | None = None
 
     def find(self) -> nn.Sequential | None:
-        """Return the Sequential; None if it is gone, has other children there, or does not just call them."""
         whole, first = self._whole(), self._first
         if whole is None or not calls_in_turn(whole):
             return None
@@ -120,7 +119,6 @@ def spanned_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, SpannedFor
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return a module's class name for users; a span has its `Sequential`'s."""
     return nn.Sequential.__name__ if isinstance(module, SequentialSpan) else type(module).__name__
 
 

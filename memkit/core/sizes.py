@@ -18,7 +18,6 @@ _UNITS = {"": 1, "B": 1}
 _UNITS |= {prefix + unit: base**at for at, prefix in enumerate("KMGT", 1) for unit, base in (("B", 1000), ("IB", 1024))}
 _STEPS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _FEWEST_BUDGET_BYTES = 1024
-"""A smaller budget without a unit is taken for a mistake."""
 
 
 def rounded(number: int, to: int) -> int:

@@ -27,7 +27,6 @@ _SPARSE_PARTS = {
 }
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
-"""The classes of tensors that are surely no wrappers."""
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
@@ -161,7 +160,6 @@ def overlapping(tensors: Iterable[Tensor]) -> Iterator[list[tuple[Tensor, int, i
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that a tensor is made of: itself, if it wraps no others."""
     if not torch_private.is_wrapper(tensor):
         return [tensor]
     return [part for inner in _inner(tensor) for part in parts_of(inner)]

@@ -16,7 +16,6 @@ _EMPTY = frozenset({"", "-"})
 LAST = 100
 """Columns from this number on are left out only if shorter cells are not enough."""
 _SHORTEST = 16
-"""Cells stay at least this long while a column can be left out."""
 
 
 def terminal_width() -> int | None:
@@ -122,7 +121,6 @@ STDOUT = Path("-")
 
 
 def check_writable(path: Path | None) -> None:
-    """Raise an OSError if a file can't be written, without leaving one behind."""
     if path is None or path == STDOUT:
         return
     there = path.exists()

@@ -57,7 +57,6 @@ class PrivateName:
     symbol: str
     purpose: str
     features: tuple[Feature, ...]
-    """The features that need it; empty if only `known` uses it."""
     kind: Kind = Kind.VALUE
     sample: str = ""
     """For an attribute that only instances have: the same attribute of some instance."""
@@ -122,7 +121,6 @@ _complete = set[Feature]()
 
 
 def require(feature: Feature) -> None:
-    """Look up all names of a feature, before it has begun anything."""
     if feature in _complete:
         return
     for name, private in NAMES.items():

@@ -153,7 +153,6 @@ def is_saved_by_compiled_code() -> bool:
 
 
 _NUM_FRAMES = 2
-"""Frames between a hook and the torch modules that call it for compiled code."""
 
 
 def in_higher_order_op() -> bool:
@@ -241,7 +240,6 @@ class Named(Protocol):
 
 
 def label(name: str, of: Named | None = None) -> AbstractContextManager[object]:
-    """Return a context that a profiler shows under a label, almost free without a profiler."""
     if not torch_private.profiler_is_on():
         return NO_LABEL
     return torch.profiler.record_function(f"memkit::{name}" if of is None else f"memkit::{name} ({of.names})")

@@ -67,9 +67,7 @@ class Event(ABC):
 @dataclass(frozen=True, slots=True)
 class Piece:
     index: int
-    """The number of the storage."""
     start: int
-    """The first byte in the storage."""
     host: Tensor
     """One-dimensional, of dtype uint8; `Device.pin` has seen it, in one piece."""
     address: int
@@ -83,7 +81,6 @@ class CopyBatch:
     started: Event
     """Recorded on the stream that was current when the copies were put on theirs: they wait for it."""
     done: Event
-    """Recorded behind the copies."""
     waited: Event | None = None
     """Recorded on the waiting stream, ahead of its wait for the copies; None if no stream has waited since `start`."""
 
@@ -111,7 +108,6 @@ class CopyBatch:
         self.done = device.record_event(stream)
 
     def wait(self) -> None:
-        """Let all later work of the current stream start only when the copies are done."""
         self.waited = self.device.record_event()
         self.device.wait_event(self.device.current_stream(), self.done)
 

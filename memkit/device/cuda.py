@@ -161,7 +161,6 @@ class CudaCopyBatch(CopyBatch):
 
 
 def _refused(num_bytes: int, is_out: bool, what: str, error: Any) -> RuntimeError:
-    """Return the error for a call that CUDA has refused: the copy would race with other work."""
     _bindings().cudaGetLastError()  # which the next kernel's launch check would else raise as its own
     return RuntimeError(
         f"a copy of {num_bytes} bytes to {'host memory' if is_out else 'the device'} needs CUDA to {what}; CUDA gave {error!r}"
@@ -178,7 +177,6 @@ def _is_current(torch_device: torch.device) -> bool:
 
 @functools.cache
 def _batch_attributes() -> Any:
-    """Return the attributes of a batch's copies, which read their sources in stream order; None if CUDA has no batches."""
     runtime = _bindings()
     if not hasattr(runtime, "cudaMemcpyBatchAsync"):
         return None

@@ -87,7 +87,6 @@ class Accesses:
     reads: dict[int, Stamp] = field(default_factory=dict)
 
     def check(self, stream: ReferenceStream, *, is_write: bool, what: str) -> None:
-        """Raise unless `stream` comes after the last write and, to write itself, after the reads since."""
         verb = "writes to" if is_write else "reads"
         others = [("writer", self.written), *(("reader", read) for read in self.reads.values() if is_write)]
         for who, stamp in others:

@@ -73,10 +73,8 @@ class HostLayer:
         self._span: Span | None = None
         self.pieces: tuple[Tensor, ...] = ()
         self._memories: list[tuple[Span, weakref.ref[Any]]] = []
-        """Its chunks so far, each with its memory, held until no tensor is in it."""
         self.last_read: Event | None = None
         self._addresses: tuple[list[int], list[int]] = [], []
-        """Of each shard: the one that is gathered, and this rank's own."""
         self.steppers: Collection[ReducedSteps] = ()
 
     @property
@@ -112,7 +110,6 @@ class HostLayer:
 
     @torch.no_grad()
     def _move_in(self) -> None:
-        """Move the shards into the chunk. Tensors that the caller kept of them stay as they are."""
         parameters, regions, end = self.group.fsdp_params, [], 0
         for flat in map(data_of, parameters):
             regions.append(_ShardRegion(end, flat.numel(), flat.dtype))
@@ -143,7 +140,6 @@ class HostLayer:
                 flats[number], owns[number] = moved.data_ptr(), moved_own.data_ptr()
 
     def _give_left(self) -> None:
-        """Give back its former chunks in which no tensor is any more, not even one kept by the caller."""
         self._memories, before = [each for each in self._memories if each[1]() is not None], self._memories
         for span in dict.fromkeys(span for span, _ in before):
             if all(span is not held for held, _ in self._memories):

@@ -65,7 +65,6 @@ class _Options:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise if another library manages the model's parameters, or they can't be sharded."""
     for name, module in model.named_modules():
         where, kind = quoted(name), type(module).__name__
         if is_sharded_by_fsdp(module):
@@ -123,7 +122,6 @@ def check_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
 
 
 def check_mesh(mesh: DeviceMesh, model: nn.Module) -> None:
-    """Raise if a mesh is not of all ranks of the group, or not of the model's device."""
     world_size = dist.get_world_size()
     if mesh.size() != world_size:
         raise ValueError(

@@ -197,7 +197,6 @@ def _refuse_shard(parameter: Any) -> None:
 
 
 def device_of_host_layers(optimizer: torch.optim.Optimizer, *, update: str, **asked: Any) -> Device | None:
-    """Return the device that gathers an optimizer's shards in host memory; None if it has no such shards."""
     if not layers_of(optimizer):
         return None
     found = next((f"{name}={value!r}" for name, value in asked.items() if value not in (None, 0)), None)

@@ -68,7 +68,6 @@ class StatesAtRest:
         return True
 
     def adopt_due(self, due: Iterable[Piece], pieces: Iterable[Piece]) -> None:
-        """Adopt foreign states of due pieces, and warn: nobody should have put any there."""
         away = [piece for piece in due if not self.is_at_home(piece)]
         if away:
             self.separate(pieces)
@@ -210,7 +209,6 @@ class StatesAtRest:
                 self._make_master(record, entries)
 
     def _make_master(self, record: StateRecord, entries: dict[Any, Any]) -> None:
-        """Give a parameter a float32 copy, and make its states of the same precision float32."""
         parameter = record.parameter
         if lacks_master(record, entries):
             entries[MASTER] = parameter.detach().to(torch.float32)
@@ -253,7 +251,6 @@ class StatesAtRest:
             )
 
     def _found_in(self, piece: Piece, rows: Sequence[Mapping[str, Any]]) -> Rows:
-        """Return the states of a piece, from the disk if they are there, but for unreadable ones, which are lost."""
         if not piece.plan.is_on_disk or piece.layout is None:
             return rows
         for is_again in (False, True):  # of the first time the error may be another's

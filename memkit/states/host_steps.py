@@ -55,7 +55,6 @@ def _signed(number: int) -> int:
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
-"""Shifts and factors of SplitMix64's finalizer."""
 
 
 def take_fingerprint(words: Tensor, scratch: tuple[Tensor, Tensor], found: Tensor) -> None:
@@ -101,7 +100,6 @@ class Sections:
     float32_bytes: int
     fingerprint_bytes: int
     plain_bytes: int
-    """Bytes of the parameters; their gradients take as much again."""
     rounded_bytes: int
 
     @classmethod
@@ -206,7 +204,6 @@ class Route:
         """The layout whose parameters the last fingerprint is of, and the versions of its float32 copies then."""
         self.is_known = False
         self.has_parameters = True
-        """Whether parameters with float32 copies are copied to the host as well."""
         self.brought_bytes = 0
         """Bytes of those that the thread has copied later, since they were written to."""
         self._records = list(piece.due)
@@ -440,12 +437,10 @@ class HostSteps:
         self._optimizer, self._device, self._lanes = optimizer, device, lanes
         self._slots, self._host, self._runs_ahead = slots, host, runs_ahead
         self._rooms: dict[int, Span] = {}
-        """By slot, or by the id of a piece's plan if the piece has room of its own."""
         self._routes: dict[Piece, Route] = {}
         self._out: dict[Piece, Transfer] = {}
         self._thread: OwnThreads | None = None
         self._running = dict[Piece, Future[None]]()
-        """Steps that the thread is to make, in this order."""
         self._begun = dict[Piece, Event]()
         """Set once the thread has turned to a piece, and is about to step it or to wait for its gradients."""
         self._stepped: dict[int, Tensor] = {}

@@ -75,7 +75,6 @@ class BackwardSteps(Accumulating):
         self._places: dict[Piece, int] = {}
         self._begun: list[Piece] = []
         self._met: dict[Piece, None] = {}
-        """Pieces stepped since the optimizer's last step, in this order."""
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
         for piece in pieces:
@@ -231,7 +230,6 @@ class BackwardSteps(Accumulating):
         self._stepping.unfinished = None
 
     def _let_go_of(self, entry: tuple[Stream, Event, list[Tensor]]) -> None:
-        """Let a gradient go once its stream waits for its step, unless another thread has done so."""
         stream, stepped, held = entry
         self._device.wait_event(stream, stepped)
         with suppress(ValueError):
@@ -301,7 +299,6 @@ class BackwardSteps(Accumulating):
         return [other for other in coming[:_AHEAD] if other.may_come_early and other.plan.update is Update.DEVICE]
 
     def end(self) -> list[Piece]:
-        """Begin the optimizer's step: return the pieces that the backward has stepped. Nothing is on its way any more."""
         self.drop_ahead()
         self.join()
         self._behind_failure.remove()
@@ -327,7 +324,6 @@ class BackwardSteps(Accumulating):
         let_go_of_consumed(piece.records[0] for piece in self._pieces)
 
     def forget_done(self) -> None:
-        """End the optimizer's step: gradients that are still there count again."""
         for piece in self._pieces:
             piece.records[0].done = None
 

@@ -27,9 +27,7 @@ class Members:
         self._optimizer, self._master, self._torch_device = optimizer, master, torch_device
         self._process = os.getpid()
         self._replaced: Any = None
-        """While states are loaded: the former `optimizer.state`."""
         self.kept: dict[int, list[KeptState]] = {}
-        """The states that the optimizer keeps for each parameter, by its id, as the trial found."""
         self.draws = False
         """Whether steps draw random numbers, so that parameters must be stepped in the order of the groups."""
         self._known: list[list[int]] = []
@@ -87,7 +85,6 @@ class Members:
         return added
 
     def refuse_fork(self) -> None:
-        """Raise `ForkedError` in a process forked from the one that has the states."""
         if os.getpid() != self._process:
             raise forked("StateOffload")
 

@@ -70,7 +70,6 @@ class DiskStates:
     def __init__(self, disk: Disk | None, device: Device, host: HostStates) -> None:
         self._disk, self._device, self._host = disk, device, host
         self.opened: DiskStore | None = None
-        """None while nothing is planned to be there, as without a disk."""
         self.buffers: list[Buffer] = []
         self._writes = itertools.count()
         self._planned: list[int] = []
@@ -265,7 +264,6 @@ class DiskStates:
     def layout_of(
         self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
     ) -> Layout:
-        """Return where states of a piece are from now on: on the disk, another chunk than before."""
         buffer = self._claim(piece)
         if buffer.room.num_bytes < num_bytes:
             self.grow(buffer, num_bytes)
@@ -366,7 +364,6 @@ class DiskStates:
 
 
 def refuse_without_room(num_bytes: int) -> None:
-    """Raise if host memory has no room for all states at once, as tensors."""
     refusal = refusal_of(num_bytes, 0)
     if refusal is not None:
         raise refusal

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 
 Written = tuple[dict[int, Changes], Changes]
-"""A part's writes: to groups, by their numbers, and to the optimizer's attributes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +181,6 @@ class OneStep:
             )
 
     def write_all(self) -> None:
-        """End the step without the optimizer's own: write all writes to groups."""
         self.write_changes()
         hollow = hollow_shell(self._optimizer)
         self._step(hollow)

@@ -63,7 +63,6 @@ class PackedWrapper:
     kind: type[Any]
     inner: tuple[PackedTensor | PackedWrapper, ...]
     others: tuple[tuple[str, Any], ...]
-    """Its attributes that are not tensors, such as the mesh of a shard."""
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
@@ -273,7 +272,6 @@ def shard_over(local: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a local tensor as a state of a parameter: as a `DTensor` if the parameter is one, else as it is."""
     return shard_over(local, parameter) if is_dtensor(parameter) else local
 
 

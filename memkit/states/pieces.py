@@ -55,7 +55,6 @@ class StateRecord:
         self.undo: Tensor | None = None
         self.numbers: list[tuple[Tensor, Tensor]] = []
         self.done: tuple[weakref.ref[Tensor], int] | None = None
-        """The gradient of its last step, with its version: see `mark_of`."""
         self.spoiled: tuple[weakref.ref[Tensor], int] | None = None
         """A gradient written to by a step that was undone, as a fused step unscales it."""
 
@@ -64,7 +63,6 @@ class StateRecord:
         return grad is not None and self.group >= 0 and type(grad) is not ConsumedGradient
 
     def is_done(self) -> bool:
-        """Tell whether a broken-off step has stepped it with its present gradient."""
         grad = self.parameter.grad
         if self.done is None or grad is None:
             return False
@@ -80,7 +78,6 @@ def mark_of(record: StateRecord) -> tuple[weakref.ref[Tensor], int] | None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return a tensor's version. A `DTensor` and its local tensor count apart: the sum of both."""
     version = torch_private.version_of(tensor)
     return version + torch_private.version_of(local_of(tensor)) if is_dtensor(tensor) else version
 
@@ -176,7 +173,6 @@ class Piece:
         self._is_cut = False
         """Whether the step under way, or the last one, steps it window by window."""
         self.slot = plan.slot
-        """The number of its slot on the device; -1 if it needs none."""
         self.residency = self.rest
         self.room: Span | None = None
         self.layout: Layout | None = None
@@ -185,7 +181,6 @@ class Piece:
         self.stand_ins: list[nn.Parameter | None] = []
         """For each record, the float32 copy in the slot that is stepped instead of the parameter, as a parameter; or None."""
         self._bound: tuple[torch.UntypedStorage, Layout] | None = None
-        """The slot's storage and the layout that `views` were made for."""
         self._cut_bytes: tuple[torch.UntypedStorage, Span, Sequence[Tensor]] | None = None
         """A slot's storage, a span, and the bytes of the slot split like the pieces of the span."""
         self.due: list[StateRecord] = []
@@ -219,7 +214,6 @@ class Piece:
         self._bound = storage, layout
 
     def bytes_in(self, storage: torch.UntypedStorage, span: Span) -> Sequence[Tensor]:
-        """Return a slot's first bytes, split like the pieces of a span; kept for later steps if that is the piece's own."""
         known = self._cut_bytes
         if known is not None and known[0] is storage and known[1] is span:
             return known[2]
@@ -244,7 +238,6 @@ class Piece:
 
     @property
     def stored(self) -> Sequence[Piece]:
-        """The units with a place on the disk each: its windows, or the piece itself."""
         return (self,)
 
     @property
@@ -281,7 +274,6 @@ class Piece:
         return any(part.is_stepped for part in self.parts)
 
     def spoiled_by(self, optimizer: torch.optim.Optimizer) -> list[StateRecord]:
-        """Return the due records whose gradient the step may have written to or dropped. Fused unscaling changes no version."""
         unscales = getattr(optimizer, "grad_scale", None) is not None and self.plan.update is Update.DEVICE
         found = []
         for record, version in zip(self.due, self._versions, strict=True):
@@ -559,11 +551,8 @@ class CutPiece(Piece):
         self.windows: list[Window] = []
         self.states: dict[Any, Any] = defaultdict(dict)
         self.coming: Layout | None = None
-        """The states' layout once all windows are stepped."""
         self.seen: Layout | None = None
-        """The layout that the windows' layouts were made from."""
         self._numbers: dict[Any, Any] = {}
-        """The first window's states without dimensions in a step: all others' must be equal."""
         self._address = _NOWHERE
 
     @property

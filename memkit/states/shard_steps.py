@@ -58,10 +58,8 @@ class ShardSteps(Accumulating):
         self._batches: list[_Batch] = []
         self._failed: list[_Batch] = []
         self._lost: dict[StateRecord, str] = {}
-        """Shards that may be stepped in part, with their error messages."""
         self._met: dict[StateRecord, None] = {}
         self._marks: list[tuple[Any, int] | None] = []
-        """The gradients that a layer had before its reduction."""
         self._again: StateRecord | None = None
         """A stepped shard that has got another gradient, which is dropped."""
         self._end: backwards.BackwardEnd | None = None

@@ -47,7 +47,6 @@ def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
 
 @contextmanager
 def _seeding(torch_device: torch.device) -> Iterator[Callable[[int], bool]]:
-    """Yield a function that seeds all generators, and tells whether random numbers were drawn since its last call."""
     generators = generators_of(torch_device)
     before, seeded = states_of(generators), list[Tensor]()
 
@@ -75,7 +74,6 @@ def has_generators(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_numpys(value: object) -> bool:
-    """Tell whether a value is a NumPy generator, without importing NumPy."""
     kind = type(value)
     return kind.__module__.startswith("numpy.random") and kind.__name__ in ("Generator", "RandomState")
 
@@ -252,7 +250,6 @@ class Trial:
         self.attributes.update(changes_of_shell(vars(self._optimizer), shell))
 
     def step_each(self, *, leaves_out: bool) -> str | None:
-        """Step each parameter by itself. Return the name of an entry that two of them have written differently."""
         self._give_gradients(leaves_out=leaves_out)
         found: dict[int, Changes] = {}
         of_optimizer: Changes | None = None
@@ -311,7 +308,6 @@ def _dtypes_in(group: dict[str, Any]) -> list[torch.dtype]:
 
 
 def _part(value: Any, parameter: Tensor, small: Tensor, start: int) -> Any:
-    """Return the initial state of a small parameter: elements of its original's state from `start` on, repeated."""
     if not isinstance(value, Tensor) or value.size() != parameter.size():
         return value.clone() if isinstance(value, Tensor) else value
     if not value.numel():  # of a shard that is empty here

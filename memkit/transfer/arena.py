@@ -85,12 +85,10 @@ class Staging:
         return PromisedEvent(recording, 0, side.thread), PromisedEvent(recording, 1, side.thread)
 
     def drain(self) -> None:
-        """Make the host wait until each requested copy is on a lane, or has failed."""
         for side in self._sides.values():
             side.drain()
 
     def close(self) -> None:
-        """Stop the threads; the host waits for all copies. The buffers may be given back then."""
         for side in self._sides.values():
             side.close()
 
@@ -201,8 +199,6 @@ _Args = ParamSpec("_Args")
 
 
 def _mended(call: Callable[Concatenate[Arena, _Args], _Taken]) -> Callable[Concatenate[Arena, _Args], _Taken]:
-    """Hold the arena's lock during a call, after repairing what an earlier call has left half done."""
-
     @functools.wraps(call)
     def locked(arena: Arena, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Taken:
         with arena._lock:
@@ -254,7 +250,6 @@ class Arena:
         """How many spans were taken before the call that was broken off: see [Note: interrupted arena]."""
         self._must_pin = must_pin
         self._staging: Staging | None = None
-        """For all memory that is not pinned; made when the system refuses a pin."""
         self._buffer_spans: list[Span] = []
 
     @property
@@ -268,7 +263,6 @@ class Arena:
 
     @property
     def is_staged(self) -> bool:
-        """Whether the system has pinned no more: copies then go through staging buffers."""
         return self._staging is not None
 
     @_mended
@@ -382,7 +376,6 @@ class Arena:
 
     @_mended
     def trim_gaps(self) -> None:
-        """Give all free memory back to the system, also between spans in use."""
         for segment in self._segments[::-1]:
             if self._is_free(segment):
                 self._drop(segment)
@@ -393,7 +386,6 @@ class Arena:
 
     @_mended
     def close(self) -> None:
-        """Give all memory back; no span is in use. What a copy may still read goes back later."""
         assert set(self._spans.values()) <= set(self._buffer_spans), "an arena was closed while spans of it were in use"
         if self._staging is not None:
             self._staging.close()
@@ -446,7 +438,6 @@ class Arena:
         return self._gaps.take(size, scatters=True)
 
     def _pending_on(self, ranges: Iterable[Range]) -> tuple[Event, ...]:
-        """Return the last uses of these bytes that are not reached, each once."""
         while self._last_uses and self._last_uses[0][1].is_reached():
             self._last_uses.popleft()
         events = dict.fromkeys(

@@ -83,7 +83,6 @@ class DiskFile:
         self.is_direct = False
         """Whether bytes go between the disk and memory without the system's cache."""
         self.refusal: str | None = None
-        """If not: why, and the cost."""
         self._handle = -1
         try:
             self._handle = _open_unnamed(directory)
@@ -143,7 +142,6 @@ class DiskFile:
         return memoryview(mmap.mmap(self._handle, end - start, offset=start))
 
     def settle_map(self, place: Range, mapped: memoryview) -> None:
-        """Have writes to such memory go to the disk, and take no room in host memory until the next use."""
         memory = mapped.obj
         assert isinstance(memory, mmap.mmap)
         memory.flush()
@@ -256,7 +254,6 @@ class DiskTransfer:
         self.error: BaseException | None = None
         """The error of the first block that failed. Blocks that had not begun then are not moved."""
         self._begin = begin
-        """Waits for the events ahead of the first block."""
         self.is_beginning = False
         self._next = self._num_moving = 0
 
@@ -320,7 +317,6 @@ class DiskQueue:
             self._changed.wait_for(lambda: transfer.is_over)
 
     def cancel(self, transfer: DiskTransfer) -> None:
-        """End a transfer, queued or not: wait for its blocks under way; no others move."""
         with self._of_this_process():
             transfer.error = transfer.error or KeyboardInterrupt()
             if transfer in self._waiting:
@@ -420,7 +416,6 @@ class DiskStore:
 
     @mended
     def add(self, name: str, num_bytes: int) -> DiskCopy:
-        """Return the copy of a chunk of at least one byte, which has no place before the first write."""
         assert num_bytes > 0
         copy = DiskCopy(name, num_bytes)
         self._copies[id(copy)] = copy
@@ -441,7 +436,6 @@ class DiskStore:
 
     @mended
     def remove(self, copy: DiskCopy) -> None:
-        """Forget a chunk, once its transfer has ended: its place is free."""
         self._end_transfer(copy)
         del self._copies[id(copy)]
         self._moving.pop(id(copy), None)
@@ -534,7 +528,6 @@ class DiskStore:
                 self._settle(copy)
 
     def _settle(self, copy: DiskCopy) -> None:
-        """Note the end of a transfer: see [Note: new extent, then the flip]."""
         assert copy.transfer is not None
         here, there = copy.places
         if copy.transfer.error is not None:

@@ -304,7 +304,6 @@ def _resolve(promise: Future[None], commit: Callable[[], None]) -> None:
 
 
 def shares(num_bytes: int) -> list[int]:
-    """Return the sizes of segments in which so many bytes are pinned side by side."""
     num_bytes = rounded(max(num_bytes, 0), HOST_PAGE_BYTES)
     share = rounded(min(max(num_bytes // _NUM_THREADS, SMALLEST_SEGMENT_BYTES), LARGEST_SEGMENT_BYTES), HOST_PAGE_BYTES)
     return [min(share, num_bytes - start) for start in range(0, num_bytes, share)]

@@ -67,7 +67,6 @@ def copy_by_turns(
 
 
 def _cut(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield the pieces of each turn: several small ones, or a part of a large one."""
     turn, num_bytes = list[Piece](), 0
     for piece in pieces:
         for start in range(0, piece.num_bytes, TURN_BYTES):
@@ -132,7 +131,6 @@ class Lanes:
         self.prefetchers = weakref.WeakSet[Prefetcher]()
 
     def join(self, prefetcher: Prefetcher) -> None:
-        """Add a prefetcher to those that take turns on the lane back, for as long as it lives."""
         self.prefetchers.add(prefetcher)
 
     def are_shared(self, prefetcher: Prefetcher) -> bool:

@@ -36,7 +36,6 @@ def measure_link(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int =
 
 
 def measure_both_ways(device: Device, *, num_bytes: int) -> float:
-    """Return the bytes per second each way while copies go both ways at once: the median of several."""
     lanes, both_s = Lanes(device), []
     with _memory(device, num_bytes, num_pairs=2) as (storages, spans):
         lanes.copy_out(storages[1], spans[1], after=device.record_event())

@@ -41,7 +41,6 @@ class Accumulation(ABC):
         self._is_on_host: Callable[[Tensor], bool] = attrgetter("is_cpu") if device.torch_device.type != "cpu" else _never
         """Tells whether a gradient comes from the host, where a parameter lies while its layer does not run."""
         self._refused_task, self._refusal = _NONE, ""
-        """The last backward that refuses gradients, and why."""
 
     @abstractmethod
     def watch(self, chunk: LayerChunk) -> None:
@@ -105,7 +104,6 @@ class Accumulation(ABC):
             self._tasks[task] = backwards.on_end(partial(self._end_backward, task))
 
     def _refuse_host(self, streamed: StreamedParameter) -> NoReturn:
-        """End the running backward, which has brought a gradient from the host: see [Note: gradients from the host]."""
         task = torch_private.backward_task()
         if task != self._refused_task:
             self._refusal = (
@@ -134,7 +132,6 @@ class Accumulation(ABC):
         del self._tasks[task]
 
     def reset_interrupted(self) -> None:
-        """End backwards whose end was interrupted. No forward may run, nor a backward in this thread."""
         if backwards.join(self._tasks.values()) and self._tasks:
             for task in self._tasks:
                 self._forget_parts(task)
@@ -170,4 +167,3 @@ _NONE = -2
 _never = ().__contains__
 """Returns False without a frame of its own."""
 TOKEN = "memkit"
-"""A node's metadata keeps an object alive under this key."""

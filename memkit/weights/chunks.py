@@ -48,10 +48,8 @@ class BoundTensor:
         self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
         self.host_copy: Tensor = tensor.data
         self.address = 0
-        """Of the host copy, as it was made: a storage moved in place has another."""
 
     def over(self, storage: torch.UntypedStorage, *, start: int = 0) -> Tensor:
-        """Return the tensor in a storage whose first byte is the chunk's at `start`."""
         offset = (self.offset - start) // self.dtype.itemsize
         return tensor_over(storage, self.dtype, offset=offset, size=self.size, stride=self.stride)
 

@@ -179,9 +179,7 @@ class _LayerGradients:
         self.is_shared = False
         """Whether several graphs may bring gradients in the running backward."""
         self.num_come: Counter[tuple[int, StreamedParameter]] = Counter()
-        """How many nodes have brought gradients in each backward, where several may."""
         self.parts: dict[int, dict[StreamedParameter, Tensor]] = {}
-        """On the device: each backward's sum so far, if more may come."""
 
     def has_several_graphs(self) -> bool:
         if weakref.getweakrefcount(self.calls) > 1:
@@ -226,20 +224,17 @@ class HostGradients(Accumulation):
         self._watched: dict[LayerChunk, _LayerGradients] = {}
         self._layer: _LayerGradients | None = None
         self._lock = threading.RLock()
-        """The engine has a thread for each device."""
         self._rest, self._others, self._arena = rest, others, arena
         self._lanes = lanes_of(device)
         self._buffers: dict[StreamedParameter, list[GradientBuffer]] = {}
         """More than one where the caller keeps gradients of earlier steps."""
         self._before: dict[StreamedParameter, Tensor] = {}
-        """While a backward runs: `grad` from before it."""
         self._totals: dict[StreamedParameter, Tensor] = {}
         """That, plus all gradients that were sent to the host."""
         self._in_flight: deque[Flight] = deque()
         """Oldest first. The memory goes back to the stream when that has waited for the copies."""
         self._in_flight_bytes = 0
         self._targets: dict[tuple[StreamedParameter, ...], LayerBuffers] = {}
-        """Buffers for parameters whose gradients came together, the last ones used."""
         self._window_bytes = 2 * max((chunk.num_bytes for chunk in chunks), default=0)
         self._last: Event | None = None
         self._threads = OwnThreads(1, "memkit-grad", device.enter_thread)
@@ -257,7 +252,6 @@ class HostGradients(Accumulation):
 
     @property
     def _spans(self) -> dict[Span, None]:
-        """The spans with buffers that are in use, or whose gradients the caller holds."""
         return {buffer.taken: None for buffers in (*self._buffers.values(), self._kept) for buffer in buffers}
 
     def watch(self, chunk: LayerChunk) -> None:
@@ -326,7 +320,6 @@ class HostGradients(Accumulation):
             self._arena.give(span)
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-        """Leave the host memory; gradients stay where they are, in memory of their own. The arena goes next."""
         for layer in self._watched.values():
             layer.hooks.remove()
         self._watched.clear()
@@ -362,7 +355,6 @@ class HostGradients(Accumulation):
                     self._open(layer, task)
 
     def _note_arrival(self, layer: _LayerGradients, streamed: StreamedParameter) -> None:
-        """Handle a gradient that comes while its layer is not open, or that is one of several parts."""
         with self._lock:
             task = torch_private.backward_task()
             if task == self._refused_task:
@@ -462,12 +454,10 @@ class HostGradients(Accumulation):
         self._put_back()
 
     def _give_lost(self) -> None:
-        """Give back spans that were taken and not noted. All copies have come."""
         self._threads.submit(int).result()  # an addition that was not noted has come to its end then
         self._arena.give_all(but_for=[*self._spans, *self._others()])
 
     def _lose(self) -> None:
-        """Drop this backward's gradients: a copy has failed, or may have."""
         self._arena.drain()
         self._device.synchronize()
         self._last = None
@@ -539,7 +529,6 @@ class HostGradients(Accumulation):
         self._additions.append(self._threads.submit(self._add, streamed, total, span, landed))
 
     def _add(self, streamed: StreamedParameter, total: Tensor, span: Span, landed: Event) -> None:
-        """Runs on a thread of its own, one addition after the other."""
         try:
             self._device.synchronize(landed)
             assert span.whole is not None

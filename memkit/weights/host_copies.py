@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 
 def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
-    """Move tensors in place; those that share bytes still share them."""
     with torch.inference_mode(False), torch.no_grad(), torch_private.without_dispatch_modes():
         movable = [tensor for tensor in tensors if has_plain_parts(tensor)]
         for tensor in tensors:
@@ -139,7 +138,6 @@ class _ReadBuffer:
     room: Span
     chunk: LayerChunk | None = None
     state: tuple[int, ...] | None = None
-    """The chunk's `state()` when it was read; None: the bytes are stale."""
     sent: Event | None = None
     has_unknown: bool = False
     """Whether a copy to a slot may be under way whose event is unknown: an interrupt came in between."""
@@ -176,7 +174,6 @@ class DiskCopies:
         return self._opened
 
     def settle(self, chunk: LayerChunk) -> None:
-        """Have a layer's written host copy be on the disk, and take no memory."""
         if chunk.mapped is not None:
             self._store.settle_map(self._copies[chunk], chunk.mapped)
 
@@ -292,7 +289,6 @@ class HostCopies:
             warn_user(f"LayerOffload: {self.arena.refusal}")
 
     def give(self, leaving: Iterable[LayerChunk]) -> None:
-        """Give back the memory of layers that stay on the device from now on, but for host copies that the caller holds."""
         for chunk in leaving:
             release(chunk)
             if chunk.span is not None and not chunk.held:
@@ -301,7 +297,6 @@ class HostCopies:
         self.arena.trim_gaps()
 
     def restore(self, gradients: Accumulation | None) -> None:
-        """Make all parameters and gradients tensors of their own again. Calling it again finishes an interrupted call."""
         if self._held is not None:
             return
         held = [] if gradients is None else gradients.close()

@@ -46,7 +46,6 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def refuse_unscaled(is_streamed: Callable[[Tensor], bool], optimizer: torch.optim.Optimizer) -> None:
-    """Raise if torch's own scaler, whose scale is on a device, steps an optimizer of streamed parameters."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code is not _STEP:
         frame = frame.f_back

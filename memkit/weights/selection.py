@@ -225,7 +225,6 @@ def refuse_scripted(model: nn.Module, layers: Mapping[str, nn.Module], *, steps_
 
 
 def quoted(name: str) -> str:
-    """Return a module's name in quotes for errors; "the model" for the outermost module's empty name."""
     return f'"{name}"' if name else "the model"
 
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _MOST_WITHOUT_BACKWARD = 3
 """After this many forwards in grad mode without a backward none is expected."""
 _MOST_SAMPLES = 32
-"""After this many forwards without grad mode, no training of a trainable model is expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +117,6 @@ class StepTiming:
             self._points.clear()
 
     def result(self) -> StepTimes:
-        """Return the times of the timed pass; the host waits for it."""
         self._device.synchronize(self._points[-1].before)
         forward_s, backward_s = Counter[str](), Counter[str]()
         taken_s = 0.0

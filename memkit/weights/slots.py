@@ -33,12 +33,10 @@ class Slot:
         """Views of the storage, made once and never handed out, so that the storage's use count tells who else holds it."""
         self._views: dict[LayerChunk, tuple[tuple[Geometry, ...], tuple[Tensor, ...]]] = {}
         self._parts: dict[LayerChunk, tuple[Span, tuple[Tensor, ...]]] = {}
-        """For each layer that was here, its span, and the parts of the slot that the span is copied to."""
         self.filled = next(_num_filled)
         self.is_overflow = is_overflow
         """Whether it was made because all others were in use: it is released as soon as it is idle."""
         self.chunk: LayerChunk | None = None
-        """The layer of its bytes, which are here once `ready` is reached."""
         self.state: object = None
         self.ready: Event | None = None
         self.is_ready = False
@@ -163,7 +161,6 @@ class Slot:
             self._device.wait_event(stream, self.stepped)
 
     def write_back(self, copy: Callable[[torch.UntypedStorage, Event], Event]) -> Event:
-        """Copy its bytes to the host copy by `copy`, behind the current stream's work. Return an event behind the copy."""
         assert self.chunk is not None
         if self.stepped is not None:  # not sooner: the backward has read other weights here meanwhile
             self._device.note_written(self.storage, -next(_num_writes))
@@ -175,7 +172,6 @@ class Slot:
         return self.left
 
     def await_users(self, stream: Stream) -> None:
-        """Let a stream wait for all uses of the slot, so that its memory can go back to the stream."""
         if self._has_unknown:
             self._device.synchronize()
         if self.ready is not None:
@@ -266,7 +262,6 @@ class SlotRing:
                 self._release(slot)
 
     def invalidate(self) -> None:
-        """Forget the slots' contents: the caller may have written to the host copies unseen."""
         for slot in self.slots.values():
             slot.state = None
 

@@ -90,7 +90,6 @@ class Lying(NamedTuple):
     chunk: LayerChunk
     slot: Slot
     stream_number: int
-    """Of the stream that has waited for the slot."""
     state: object
     """The slot's `state` when this was made: while that is the identical object, the slot was not filled again."""
 
@@ -223,7 +222,6 @@ class LayerOrder:
         self._known = order
 
     def note(self, layer: int) -> Mapping[int, int]:
-        """Note the use of a layer other than the last one; return what `ahead` returns for it."""
         if len(self.noted) < _MOST_NOTED:
             self.noted.append(layer)
         known, following = self._known, self._place + 1
@@ -235,7 +233,6 @@ class LayerOrder:
         return self._ahead.get((self._place, layer)) or self.ahead(layer)
 
     def ahead(self, current: int) -> Mapping[int, int]:
-        """Return the layers expected next but the current one (-1: none), each with its number of predecessors."""
         key = self._place, current
         found = self._ahead.get(key)
         if found is None:
@@ -285,7 +282,6 @@ class Streamer:
         self._ahead: Mapping[int, int] = {}
         self._in_backward: LayerChunk | None = None
         self.lying: Lying | None = None
-        """The layer whose backward is going on."""
         self._backward, self.backwards = -1, set[backwards.BackwardEnd]()
         """The last backward whose end is seen, and the ends that are yet to come."""
         self.is_closed = False
@@ -498,7 +494,6 @@ class Streamer:
             return chunk.written
 
     def flush(self) -> None:
-        """Write all dirty slots to their host copies; the host waits for all copies, noted or not."""
         with torch_private.without_python_dispatch(), self.lock:
             for slot in self.ring:
                 if slot.is_dirty and slot.chunk is not None:

@@ -81,7 +81,6 @@ class Sized:
         self.geometries: dict[int, Geometry] = {}
         self.sizes_bytes: dict[int, int] = {}
         self.whole: dict[int, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
-        """For each value that one request covers whole, its geometry in the storage."""
         self.placed: dict[object, PlacedCopies] = {}
         # the figures that a forward adds to `Counts` if it goes to its end
         self.unique_bytes = self.kept_bytes = self.window_bytes = 0
@@ -100,7 +99,6 @@ class Sized:
         return made
 
     def includes(self, first: Sized) -> bool:
-        """Tell whether these are the sizes of its first saves, whose shapes are the same."""
         return first.sizes_bytes.items() <= self.sizes_bytes.items() and first.geometries.items() <= self.geometries.items()
 
 
@@ -236,7 +234,6 @@ class Schedule:
         self.most_host_bytes = max(self.most_host_bytes, sum(sized.host_bytes))
 
     def size_beginning_with(self, shapes: list[torch.Size | None], shape: torch.Size | None) -> Sized | None:
-        """Return the size with these first shapes and this next one that was used last."""
         place = len(shapes)
         for sized in self.sizes:
             if sized.shapes[place] == shape and sized.shapes[:place] == shapes:
@@ -354,7 +351,6 @@ class PlacedCopies:
             start += rounded(num_bytes, ALIGNMENT_BYTES)
 
     def prepare(self, batches: Sequence[Sequence[int]], made: list[CopyBatch], *, is_out: bool) -> None:
-        """Prepare the next batches, behind those `made` before, of values that have host memory."""
         lanes, by_turns = self._lanes, self._turns[not is_out]
         streams = lanes.out_by_turns if is_out else lanes.back_by_turns
         for values in batches:
@@ -501,11 +497,8 @@ class ScheduledForward:
         self._go_along(0)
         self._fetched = bytearray(num_values)
         self._coming: dict[int, int] = {}
-        """The batch of each value under way whose stream has not waited for it."""
         self._ready: list[Tensor | None] = [None] * num_values
-        """The tensor of each value under way for one request alone."""
         self._behind = -1
-        """The last moved batch that the lane back has waited for."""
         self.task = _NO_BACKWARD
         self._num_backwards = 0
         self._requested_spans, self._rest_spans = list(filter(None, spans[:1])), list(filter(None, spans[1:]))
@@ -541,7 +534,6 @@ class ScheduledForward:
             self._release_next()
 
     def _place(self, values: Sequence[int]) -> bool:
-        """Prepare the next batch in host memory of its own; without any, this and all later ones stay on the device."""
         if self.has_room:
             try:
                 self._take_memory(values)
@@ -905,7 +897,6 @@ class ScheduledForward:
         return storage
 
     def _allocate_now(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return a storage for a value that a request needs now; without room, values fetched ahead are freed."""
         try:
             return self.device.allocate(num_bytes)
         except torch.OutOfMemoryError:

@@ -56,7 +56,6 @@ class OffloadWindow:
         self._forwards: list[weakref.ref[Forward]] = []
         self.scheduled: ScheduledForward | None = None
         self.put_by: list[ScheduledForward] = []
-        """Scheduled forwards of which only values are left that no backward has requested."""
         self._counter = device.memory_counter()
         self._most_forwards = 1
         self._needed_bytes = 0
@@ -329,7 +328,6 @@ class OffloadWindow:
                 self.ledger.take_back(record)
 
     def _fetch_ahead(self, forward: Forward, use_order: int | None = None) -> bool:
-        """Fetch the next records while there is room, with `use_order` sooner ones alone; tell whether all are fetched."""
         while (record := forward.next_record()) is not None:
             if record.residency is SavedResidency.HOST and record.original() is None:
                 if use_order is not None and record.use_order <= use_order:

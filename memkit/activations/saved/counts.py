@@ -88,7 +88,6 @@ class Counts:
 
     @property
     def exceeds_budget(self) -> bool:
-        """The score alone has exceeded the budget by more than the largest output of one op."""
         return not self.follows_plan and self.peak_bytes > self.budget_bytes + self.largest_bytes
 
     def figures_of_copies(self) -> dict[str, Any]:

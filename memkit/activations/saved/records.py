@@ -193,14 +193,12 @@ class Ledger:
         self.arena = arena
         self.live_bytes = 0
         self.moving_bytes = 0
-        """Of these, the bytes of records whose forward moves some: the others can only be dropped."""
         self.records = set[Record]()
         self.deaths: deque[HandleReference | CopyReference] = deque()
         self.note_death = self.deaths.append
         self.backlog: deque[Record] = deque()
         """LEAVING records in the order of their copies. Those whose handles have died wait here for the copy."""
         self.coming: dict[Record, None] = {}
-        """Records that are COMING, in the order of their copies."""
         self._lanes = lanes
         self.orphans: list[tuple[torch.UntypedStorage, Event, Stream]] = []
         """Storages that only a copy needs, which may be under way, and the stream that they go back to."""
@@ -312,7 +310,6 @@ class Ledger:
         self._give_back(record)
 
     def count_moves(self, record: Record, counts: Counts) -> None:
-        """Let a record that could only be dropped be moved as well."""
         assert record.counts is None
         record.counts = counts
         if record.residency in ON_DEVICE:
@@ -341,7 +338,6 @@ class Ledger:
         self.enter(record, SavedResidency.COMING)
 
     def land(self, record: Record) -> None:
-        """COMING -> BACK: the current stream may use the fetched copy from here on."""
         assert record.residency is SavedResidency.COMING
         assert record.came is not None
         assert record.fetched_on is not None
@@ -423,7 +419,6 @@ class Ledger:
             self.settle(wait=False)
 
     def settle(self, *, wait: bool) -> None:
-        """Free storages whose copies are done; with `wait`, let the streams wait for the others, and free all."""
         under_way = []
         for storage, done, stream in self.orphans:
             if wait or done.is_reached():
@@ -497,7 +492,6 @@ def _counts(record: Record) -> Counts:
 
 
 def mend(ledger: Ledger, others: Sequence[Span] = ()) -> None:
-    """Repair the state after an interrupt: see [Note: interrupts]. The host waits for the device."""
     ledger.arena.drain()
     ledger.device.synchronize()
     for record in tuple(ledger.records):
@@ -540,7 +534,6 @@ Contents = tuple[int, int, int]
 
 
 def contents_of(tensor: Tensor, storage: torch.UntypedStorage) -> Contents:
-    """Return a key that is valid as long as the storage, and the tensor with its counter, are alive."""
     return torch_private.storage_address(storage), id(counted_by(tensor)), torch_private.version_of(tensor)
 
 
@@ -580,7 +573,6 @@ class Forward(NumberedSaves):
         self.unwritten: list[tuple[Record, int]] = []
         self.forecast: Forecast | None = None
         self.known: dict[Contents, tuple[weakref.ref[Tensor], weakref.ref[Record]]] = {}
-        """For saved contents, the tensor that counts their writes, and the record."""
         self.marks: dict[Contents, tuple[weakref.ref[Tensor], Action]] = {}
         self._order: tuple[int, ...] = ()
         self._places: dict[int, int] = {}
@@ -617,14 +609,12 @@ class Forward(NumberedSaves):
         return found[1] if found is not None and found[0]() is counted_by(tensor) else None
 
     def finish_forward(self, *, learn: bool) -> bool:
-        """End the forward. With `learn`, file its saves as a trace. Return whether a followed report did not match."""
         assert self.is_forward
         self.is_forward = False
         self.counts.window_bytes = max(self.counts.window_bytes, self.share.window_bytes)
         return learn and not self.is_broken and self.share.finish()
 
     def break_off(self) -> None:
-        """Stop following a known order, since an interrupt may have left this forward incomplete."""
         self.is_broken = True
         self._order = ()
         self.forecast = None
