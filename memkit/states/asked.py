@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,19 +53,6 @@ def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
         known[1].detach()
         del _opened[optimizer]
         with_offloaded_states.pop(optimizer, None)
-
-
-class NotCopied:
-    """Refuses to be copied or pickled: it belongs to one optimizer."""
-
-    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
-        raise StateOffloadError(
-            "a StateOffload was copied, or pickled, perhaps within an object that has it as an attribute. It belongs to one "
-            "optimizer: copy the optimizer, or save optimizer.state_dict(), and make another StateOffload for that one"
-        )
-
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        self.__deepcopy__({})
 
 
 def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lambda: None) -> Callable[..., Any]:

@@ -16,9 +16,10 @@ from memkit.device.base import Device
 from memkit.errors import DiskError, StateOffloadError, warn_user
 from memkit.plan.states import Update
 from memkit.states.memory import HostStates
-from memkit.states.on_disk import DiskStates, refuse_without_room
-from memkit.states.packing import MASTER, OnDisk, Packed, copy_state, may_leave, moved_state, pack
+from memkit.states.on_disk import DiskStates
+from memkit.states.packing import MASTER, OnDisk, PackedRows, copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import Piece, Rows, StateRecord
+from memkit.transfer.host_memory import refusal_of
 
 if TYPE_CHECKING:
     from memkit.states.members import Members
@@ -117,11 +118,10 @@ class StatesAtRest:
                 for number, entries, name in standing:
                     entries[name] = found[number][name]
         known = [dict(host) for host in piece.layout.host] if piece.layout is not None else [{} for _ in piece.records]
+        self._make_masters(piece)
         rows: list[dict[str, Tensor]] = []
         for record in piece.records:
             entries = self._optimizer.state.get(record.parameter) or {}
-            if record.has_master and entries:
-                self._make_master(record, entries)
             if piece.plan.update is Update.HOST:
                 entries.update({name: value.cpu() for name, value in entries.items() if _is_elsewhere(value)})
             rows.append({name: value for name, value in entries.items() if may_leave(value)})
@@ -172,9 +172,7 @@ class StatesAtRest:
                 )
         return standing
 
-    def _put_on_disk(
-        self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: list[dict[str, Tensor]]
-    ) -> None:
+    def _put_on_disk(self, piece: Piece, tensors: PackedRows, num_bytes: int, rows: list[dict[str, Tensor]]) -> None:
         if num_bytes:
             entries = self._optimizer.state.get(piece.records[0].parameter) or {}
             self._disk.put(piece, tensors, num_bytes, rows, entries)
@@ -186,7 +184,8 @@ class StatesAtRest:
         stored = [piece for piece in pieces if piece.plan.is_on_disk and piece.layout is not None]
         if not stored:
             return {}
-        refuse_without_room(sum(piece.plan.state_bytes for piece in stored))
+        if refusal := refusal_of(sum(piece.plan.state_bytes for piece in stored), 0):
+            raise refusal
         found: dict[OnDisk, Tensor] = {}
         for piece, rows in self._disk.read(stored):
             assert piece.layout is not None
@@ -203,18 +202,16 @@ class StatesAtRest:
                     entries[name] = moved_state(value, self._device.torch_device)
 
     def _make_masters(self, piece: Piece) -> None:
+        """Give parameters float32 copies, and make their states of the same precision float32."""
         for record in piece.records:
-            entries = self._optimizer.state.get(record.parameter)
-            if record.has_master and entries:
-                self._make_master(record, entries)
-
-    def _make_master(self, record: StateRecord, entries: dict[Any, Any]) -> None:
-        parameter = record.parameter
-        if lacks_master(record, entries):
-            entries[MASTER] = parameter.detach().to(torch.float32)
-        for name, value in entries.items():
-            if isinstance(value, Tensor) and value.dtype == parameter.dtype:
-                entries[name] = value.to(torch.float32)
+            parameter, entries = record.parameter, self._optimizer.state.get(record.parameter)
+            if not record.has_master or not entries:
+                continue
+            if lacks_master(record, entries):
+                entries[MASTER] = parameter.detach().to(torch.float32)
+            for name, value in entries.items():
+                if isinstance(value, Tensor) and value.dtype == parameter.dtype:
+                    entries[name] = value.to(torch.float32)
 
     def _bring_numbers(self, record: StateRecord, entries: dict[Any, Any]) -> None:
         """Bring counts of steps, and states of parameters without dimensions or elements, to where the optimizer needs them."""

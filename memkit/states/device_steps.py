@@ -138,9 +138,18 @@ class DeviceSteps:
                 piece.residency = Residency.STEPPING
                 keys, state = self._given(piece, known)
             written = run.step(run.prepare(piece.due, keys, state))
-            stepped = _stepped(piece, keys, state)
+            stepped: list[Stepped] = []
+            for record, key in zip(piece.due, keys, strict=True):
+                entries = dict(state.get(key, ()))
+                if record.has_master:
+                    entries[MASTER] = key.data
+                stepped.append((record, key, entries))
             with torch.no_grad():
-                self._round(piece, stepped)
+                for record, key, _ in stepped:
+                    if record.has_master:
+                        record.parameter.copy_(key)
+                        key.grad = None
+                piece.put_parameters()
         before = piece.copies if piece.plan.is_on_disk else ()
         layout = self._lay_out(piece, stepped) if moves else None
         made = ((record, entries) for record, _, entries in stepped)
@@ -246,14 +255,6 @@ class DeviceSteps:
         found.grad = parameter.grad.to(torch.float32)
         return found
 
-    @staticmethod
-    def _round(piece: Piece, stepped: list[Stepped]) -> None:
-        for record, key, _ in stepped:
-            if record.has_master:
-                record.parameter.copy_(key)
-                key.grad = None
-        piece.put_parameters()
-
     def _lay_out(self, piece: Piece, stepped: list[Stepped]) -> Layout | None:
         layout = piece.layout
         if layout is not None and piece.may_lie_as_before() and self._is_as_laid_out(piece, layout, stepped):
@@ -313,13 +314,3 @@ class DeviceSteps:
         for stand_in, view in replaced:
             stand_in.data = view
         return True
-
-
-def _stepped(piece: Piece, keys: Iterable[Tensor], state: Mapping[Any, Any]) -> list[Stepped]:
-    stepped = []
-    for record, key in zip(piece.due, keys, strict=True):
-        entries = dict(state.get(key, ()))
-        if record.has_master:
-            entries[MASTER] = key.data
-        stepped.append((record, key, entries))
-    return stepped

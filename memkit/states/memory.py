@@ -16,7 +16,7 @@ from memkit.errors import HostMemoryError, warn_user
 from memkit.plan import StatePlan
 from memkit.plan.chunks import WRITTEN, Residency
 from memkit.plan.states import Update, in_slots, side_by_side
-from memkit.states.packing import Packed
+from memkit.states.packing import PackedRows
 from memkit.states.pieces import Layout, Piece
 from memkit.transfer.arena import Arena
 from memkit.transfer.device_memory import device_memory_of
@@ -59,9 +59,7 @@ class HostStates:
             warn_user(f"StateOffload: {self.arena.refusal}")
         return spans
 
-    def layout_of(
-        self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
-    ) -> Layout:
+    def layout_of(self, piece: Piece, tensors: PackedRows, num_bytes: int, *, is_apart: bool = False) -> Layout:
         """Return where states of a piece are from now on; with `is_apart`, not where they have been, which is still needed."""
         if is_apart:
             (span,) = self.take([num_bytes])

@@ -16,10 +16,10 @@ from memkit.device.base import Device
 from memkit.errors import DiskError
 from memkit.plan import StatePiece, disk_bytes
 from memkit.plan.states import NUM_BUFFERS
-from memkit.states.packing import Packed, copy_state
+from memkit.states.packing import PackedRows, copy_state
 from memkit.states.pieces import Layout, Piece, Rows, stand_ins_for
 from memkit.transfer.disk import Disk, DiskCopy, DiskStore
-from memkit.transfer.host_memory import Span, refusal_of
+from memkit.transfer.host_memory import Span
 
 if TYPE_CHECKING:
     from memkit.states.memory import HostStates
@@ -261,9 +261,7 @@ class DiskStates:
         assert buffer is not None
         return buffer.room.part(0, part.chunk.num_bytes)
 
-    def layout_of(
-        self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
-    ) -> Layout:
+    def layout_of(self, piece: Piece, tensors: PackedRows, num_bytes: int, *, is_apart: bool = False) -> Layout:
         buffer = self._claim(piece)
         if buffer.room.num_bytes < num_bytes:
             self.grow(buffer, num_bytes)
@@ -291,9 +289,7 @@ class DiskStates:
 
     # At rest
 
-    def put(
-        self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: Rows, entries: Mapping[Any, Any]
-    ) -> None:
+    def put(self, piece: Piece, tensors: PackedRows, num_bytes: int, rows: Rows, entries: Mapping[Any, Any]) -> None:
         before = piece.copies
         parts = piece.cut(tensors, num_bytes, rows, entries)
         for part, own_tensors, own_bytes, own_rows in parts:
@@ -302,7 +298,7 @@ class DiskStates:
             piece.note_put(tensors)
         self.forget(before, piece)
 
-    def _put(self, part: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: Rows) -> None:
+    def _put(self, part: Piece, tensors: PackedRows, num_bytes: int, rows: Rows) -> None:
         before, layout = part.copies, part.layout
         buffer = self._claim(part)
         self._end_transfer(buffer)
@@ -361,9 +357,3 @@ class DiskStates:
         self.buffers.clear()
         if self.opened is not None:
             self.opened.close()
-
-
-def refuse_without_room(num_bytes: int) -> None:
-    refusal = refusal_of(num_bytes, 0)
-    if refusal is not None:
-        raise refusal

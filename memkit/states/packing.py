@@ -100,6 +100,7 @@ class PackedWrapper:
 
 
 Packed = PackedTensor | PackedWrapper
+PackedRows = tuple[tuple[Packed, ...], ...]
 
 
 class OnDisk:
@@ -151,7 +152,7 @@ def are_same_number(one: Any, other: Any) -> bool:
     return not isinstance(one, int | float | complex) or one == other or (one != one and other != other)
 
 
-def pack(states: Iterable[Mapping[str, Tensor]]) -> tuple[tuple[tuple[Packed, ...], ...], int]:
+def pack(states: Iterable[Mapping[str, Tensor]]) -> tuple[PackedRows, int]:
     """Return layouts of states side by side, and their bytes in all. Float32 copies come first, for one copy of all."""
     states, offset = list(states), 0
     rows: list[list[Packed]] = [[] for _ in states]

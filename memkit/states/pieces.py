@@ -27,6 +27,7 @@ from memkit.states.packing import (
     MASTER,
     OnDisk,
     Packed,
+    PackedRows,
     PackedTensor,
     are_same_number,
     is_number,
@@ -101,6 +102,10 @@ class ConsumedGradient(GradientStandIn):
     advice = 'With when="backward" gradients cannot be clipped, scaled or read. Use when="step"'
 
 
+def some_of(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def let_go_of_consumed(records: Iterable[StateRecord]) -> None:
     for record in records:
         if type(record.parameter.grad) is ConsumedGradient:
@@ -124,7 +129,7 @@ class Layout:
     """Where a piece's states are: packed `tensors` in a host `span`, or the chunk `copy` on a disk; `host`: their entries."""
 
     span: Span | None
-    tensors: tuple[tuple[Packed, ...], ...]
+    tensors: PackedRows
     host: tuple[dict[str, Any], ...]
     copy: DiskCopy | None = None
 
@@ -153,9 +158,7 @@ class Layout:
 
 
 class Place(Protocol):
-    def layout_of(
-        self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, *, is_apart: bool = False
-    ) -> Layout:
+    def layout_of(self, piece: Piece, tensors: PackedRows, num_bytes: int, *, is_apart: bool = False) -> Layout:
         """Return where states of a piece are from now on, with room for them."""
 
 
@@ -348,19 +351,19 @@ class Piece:
         """Tell whether states whose layout has not changed may stay where they are."""
         return True
 
-    def lay_out(self, place: Place, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int) -> Layout | None:
+    def lay_out(self, place: Place, tensors: PackedRows, num_bytes: int) -> Layout | None:
         return place.layout_of(self, tensors, num_bytes) if num_bytes else None
 
     def lies_as_it_goes(self, entries: Mapping[Any, Any]) -> bool:
         return True
 
     def cut(
-        self, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: Rows, entries: Mapping[Any, Any]
-    ) -> Sequence[tuple[Piece, tuple[tuple[Packed, ...], ...], int, Rows]]:
+        self, tensors: PackedRows, num_bytes: int, rows: Rows, entries: Mapping[Any, Any]
+    ) -> Sequence[tuple[Piece, PackedRows, int, Rows]]:
         """Cut states into units for the disk. Return for each: the unit, its packed tensors, their bytes, and the states."""
         return [(self, tensors, num_bytes, rows)]
 
-    def note_put(self, tensors: tuple[tuple[Packed, ...], ...]) -> None:
+    def note_put(self, tensors: PackedRows) -> None:
         """Note that all units of these states are on the disk."""
 
     def empty_rows(self) -> list[dict[str, Tensor]]:
@@ -529,7 +532,7 @@ class Window(Piece):
     def may_lie_as_before(self) -> bool:
         return self is self._whole.windows[0] or self._whole.coming is self._whole.layout
 
-    def lay_out(self, place: Place, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int) -> Layout | None:
+    def lay_out(self, place: Place, tensors: PackedRows, num_bytes: int) -> Layout | None:
         return self._whole.lay_out_window(self, place, tensors, num_bytes)
 
     def marks(self, optimizer: torch.optim.Optimizer, layout: Layout | None) -> list[partial[None]]:
@@ -627,8 +630,8 @@ class CutPiece(Piece):
         return self.layout is None or (self.layout.copy is None) == self._is_in_windows(local_of(record.parameter), entries)
 
     def cut(
-        self, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: Rows, entries: Mapping[Any, Any]
-    ) -> Sequence[tuple[Piece, tuple[tuple[Packed, ...], ...], int, Rows]]:
+        self, tensors: PackedRows, num_bytes: int, rows: Rows, entries: Mapping[Any, Any]
+    ) -> Sequence[tuple[Piece, PackedRows, int, Rows]]:
         (record,), (row,), (values,) = self.records, tensors, rows
         parameter = local_of(record.parameter)
         if not self._may_be_cut(parameter) or not lie_like(parameter, row) or not _are_all(entries, row):
@@ -636,14 +639,14 @@ class CutPiece(Piece):
         with torch.inference_mode(False), torch.no_grad():
             self._follow(parameter)
         self.seen = None  # until `note_put`: where that is not reached, chunks of windows are forgotten
-        found: list[tuple[Piece, tuple[tuple[Packed, ...], ...], int, Rows]] = []
+        found: list[tuple[Piece, PackedRows, int, Rows]] = []
         for window in self.windows:
             part = tensors_of_part(row, window.elements)
             own = {name: local_of(value).detach().view(-1)[window.elements] for name, value in values.items()}
             found.append((window, (part,), sum(aligned(tensor.num_bytes) for tensor in part), [own]))
         return found
 
-    def note_put(self, tensors: tuple[tuple[Packed, ...], ...]) -> None:
+    def note_put(self, tensors: PackedRows) -> None:
         layout = Layout(None, tensors, stand_ins_for(self, tensors))
         self.layout = self.seen = layout
 
@@ -680,9 +683,7 @@ class CutPiece(Piece):
                 window.layout = None if is_apart or self.layout is None else part_of(self.layout, window.elements)
             self.seen = self.layout
 
-    def lay_out_window(
-        self, window: Window, place: Place, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int
-    ) -> Layout | None:
+    def lay_out_window(self, window: Window, place: Place, tensors: PackedRows, num_bytes: int) -> Layout | None:
         """Return where states of a window are: in host memory among the others', on a disk by themselves."""
         (record,), (row,) = self.records, tensors
         if window is self.windows[0]:

@@ -35,6 +35,7 @@ from memkit.states.pieces import (
     let_go_of_consumed,
     mark_of,
     refuse_another,
+    some_of,
     version_of,
 )
 
@@ -215,8 +216,9 @@ class ShardSteps(Accumulating):
             batch.error = error
 
     def _note_lost(self, batch: _Batch, error: BaseException) -> None:
+        names = some_of([record.name for record in batch.records])
         said = (
-            f"the step of {_names([batch])} on the host has failed within the optimizer ({type(error).__name__}: {error}), and "
+            f"the step of {names} on the host has failed within the optimizer ({type(error).__name__}: {error}), and "
             "may have written a part of these parameters and of their states: they are lost. Load a checkpoint of the model "
             "and of the optimizer (optimizer.load_state_dict), and go on"
         )
@@ -233,10 +235,10 @@ class ShardSteps(Accumulating):
         self._failed.clear()
         if not failed:
             return
-        error = failed[0].error
+        error, names = failed[0].error, [record.name for batch in failed for record in batch.records]
         lost = [self._lost[record] for batch in failed for record in batch.records if record in self._lost]
         said = (
-            f"the step of {_names(failed)} on the host has failed: {type(error).__name__}: {error}. What has failed is as "
+            f"the step of {some_of(names)} on the host has failed: {type(error).__name__}: {error}. What has failed is as "
             "before the step and keeps its gradient, all else is as after it. Another optimizer.step() steps what is left"
         )
         raise StateOffloadError(lost[0] if lost else said) from error
@@ -305,11 +307,6 @@ class ShardSteps(Accumulating):
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
-
-
-def _names(batches: Iterable[_Batch]) -> str:
-    names = [record.name for batch in batches for record in batch.records]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _versions(known: dict[Tensor, dict[Any, Any] | None]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from memkit.core.features import EnteredOnce
+from memkit.core.features import EnteredOnce, NotCopied
 from memkit.core.hooks import HookSet, put_last
 from memkit.core.sizes import check_budget_bytes, format_bytes
 from memkit.device import Device
@@ -19,7 +19,6 @@ from memkit.optimizers.steppers import stepper_of
 from memkit.plan import ParameterCosts, plan_states
 from memkit.plan.states import Update
 from memkit.states.asked import (
-    NotCopied,
     check_groups,
     check_master,
     check_options,
@@ -152,6 +151,14 @@ class StateOffload(NotCopied, EnteredOnce):
         >>> states.stats().d2h_bytes
         33792
     """
+
+    _copied = (
+        StateOffloadError,
+        (
+            "a StateOffload was copied, or pickled, perhaps within an object that has it as an attribute. It belongs to one "
+            "optimizer: copy the optimizer, or save optimizer.state_dict(), and make another StateOffload for that one"
+        ),
+    )
 
     def __init__(
         self,

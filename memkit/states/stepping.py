@@ -18,7 +18,7 @@ from memkit.plan.states import Update, interleaved
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_steps import HostSteps
 from memkit.states.one_step import OneStep
-from memkit.states.pieces import ConsumedGradient, Piece
+from memkit.states.pieces import ConsumedGradient, Piece, some_of
 from memkit.states.trial import are_in_states, generators_of, states_of
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def _has_let_go(parts: Sequence[Piece]) -> bool:
 
 
 def _failure(failed: Sequence[Piece], error: BaseException) -> StateOffloadError:
-    names = ", ".join(piece.names for piece in failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
+    names = some_of([piece.names for piece in failed])
     return StateOffloadError(
         f"the step of {names or 'parameters'} on the host has failed: {type(error).__name__}: {error}. Its gradient "
         "was let go: what has failed is as before the step, all else as after it"
