@@ -120,10 +120,8 @@ class HostLayer:
                 self._span = None
                 self._give_left()
                 (self._span,) = self._arena.take_pinned_as_one([end])
-                assert self._span.whole is not None
                 self.pieces = self._span.whole.split(TURN_BYTES)
                 self.layout, self._addresses = layout, ([0] * len(layout), [0] * len(layout))
-            assert self._span.whole is not None
             memory, (flats, owns) = self._span.whole.numpy(), self._addresses
             self._memories.append((self._span, weakref.ref(memory)))
             for number, (region, parameter) in enumerate(zip(layout, parameters, strict=True)):

@@ -197,7 +197,6 @@ class Route:
         room: Span,
         stepped: Tensor | None,
     ) -> None:
-        assert room.whole is not None
         self.storage, self.room, self.due, self.sections = storage, room, due, sections
         self._stepped = stepped
         self._known: tuple[Layout, list[int]] | None = None

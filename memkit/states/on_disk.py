@@ -186,8 +186,6 @@ class DiskStates:
         self._end_transfer(buffer)
         self._device.synchronize()
         (larger,) = self._host.take([rounded(num_bytes, HOST_PAGE_BYTES)])
-        assert larger.whole is not None
-        assert buffer.room.whole is not None
         larger.whole[: buffer.room.num_bytes].copy_(buffer.room.whole)
         smaller, buffer.room = buffer.room, larger
         self._host.give(smaller)

@@ -51,7 +51,6 @@ class PackedTensor:
 
     def on_host(self, span: Span) -> Tensor:
         """Return the tensor in host memory, over a storage of its own, so that saving it writes no more than its bytes."""
-        assert span.whole is not None
         storage = storage_of_part(span.whole[self.offset : self.offset + self.num_bytes])
         return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.stride)
 

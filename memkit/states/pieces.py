@@ -451,7 +451,6 @@ def part_of(layout: Layout, elements: slice) -> Layout:
     """Return the layout of a window's states: one behind the other in a slot, a range of each whole state in host memory."""
     span = layout.span
     assert span is not None
-    assert span.whole is not None
     tensors, ranges = tensors_of_part(layout.tensors[0], elements), []
     for tensor, part in zip(map(local_packed, layout.tensors[0]), tensors, strict=True):
         assert isinstance(tensor, PackedTensor)

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -159,14 +159,13 @@ class Span:
     pieces: tuple[Tensor, ...]
     free_events: tuple[Event, ...]
     ranges: tuple[Range, ...]
-    whole: Tensor | None
+    whole: Any
     """All its bytes as one tensor, also across such edges: for the host. None if it is scattered."""
     staging: Staging | None
     """`Lanes` copies an unpinned span through it; None if the span is pinned."""
 
     def part(self, start: int, end: int) -> Span:
         """Return some bytes of a span that was pinned as one, as a span. Only the whole is given back."""
-        assert self.whole is not None
         assert len(self.pieces) == 1
         piece = self.whole[start:end]
         return replace(self, offset=self.offset + start, num_bytes=end - start, pieces=(piece,), ranges=(), whole=piece)

@@ -322,7 +322,6 @@ class LayerChunk:
         memory: Any = self.mapped
         if memory is None:
             assert self.span is not None
-            assert self.span.whole is not None
             memory = self.span.whole.numpy()
         self._restored, self.held = {}, []
         with without_modes():

@@ -58,7 +58,6 @@ class GradientBuffer:
         """The gradient here, of which `lend` gives an alias. Nobody is given this one."""
 
     def _over_span(self) -> torch.UntypedStorage:
-        assert self.span.whole is not None
         return torch.frombuffer(self.span.whole.numpy(), dtype=torch.uint8).untyped_storage()
 
     @property
@@ -72,7 +71,6 @@ class GradientBuffer:
 
     def lend(self, streamed: StreamedParameter) -> Tensor | None:
         """Return the gradient of a parameter as it lies here; None if the caller holds one that lies here."""
-        assert self.span.whole is not None
         if self.storage.data_ptr() != self.span.whole.data_ptr():  # it was moved to other memory in place
             self.storage, self._view = self._over_span(), None  # (`Tensor.share_memory_`): its holders have that
         view = self._view
@@ -531,7 +529,6 @@ class HostGradients(Accumulation):
     def _add(self, streamed: StreamedParameter, total: Tensor, span: Span, landed: Event) -> None:
         try:
             self._device.synchronize(landed)
-            assert span.whole is not None
             brought = streamed.over_gradient(torch.frombuffer(span.whole.numpy(), dtype=torch.uint8).untyped_storage())
             with torch.no_grad():
                 total.add_(brought)

@@ -243,7 +243,6 @@ class Ledger:
 
     def leave(self, record: Record, storage: torch.UntypedStorage) -> None:
         """DEVICE, or BACK if it was recomputed -> LEAVING. Without room nothing changes, and `HostMemoryError` is raised."""
-        assert record.residency in (SavedResidency.DEVICE, SavedResidency.BACK)
         record.span = span = self.arena.take(record.num_bytes)
         record.storage = storage  # held from here on even after an interrupt: see [Note: interrupts]
         record.left = self._lanes.copy_out(storage, span, after=self.device.record_event(record.stream, timed=False))
@@ -261,7 +260,6 @@ class Ledger:
                 self.release(record)
 
     def release(self, record: Record) -> None:
-        assert record.residency is SavedResidency.LEAVING
         assert record.left is not None
         self.backlog.remove(record)
         _counts(record).moved_out.waits.append(self._wait(record.stream, record.left.done))
@@ -298,7 +296,6 @@ class Ledger:
 
     def stay(self, record: Record) -> None:
         """LEAVING -> DEVICE, or BACK if it was recomputed."""
-        assert record.residency is SavedResidency.LEAVING
         assert record.storage is not None
         assert record.left is not None
         self.backlog.remove(record)
@@ -317,7 +314,6 @@ class Ledger:
 
     def restore(self, record: Record, storage: torch.UntypedStorage) -> None:
         """DROPPED -> BACK: recomputed on the current stream. HOST -> BACK: the original storage is alive."""
-        assert record.residency in (SavedResidency.DROPPED, SavedResidency.HOST)
         self.device.note_written(storage, 0)
         self._hold_copy(record, storage)
         self.enter(record, SavedResidency.BACK)
@@ -326,7 +322,6 @@ class Ledger:
 
     def fetch(self, record: Record) -> None:
         """HOST, or BACK if it has left -> COMING. Without room nothing changes, and `torch.OutOfMemoryError` is raised."""
-        assert record.residency in (SavedResidency.HOST, SavedResidency.BACK)
         assert record.span is not None
         assert record.left is not None
         record.storage = storage = self.device.allocate(record.num_bytes)
@@ -338,14 +333,12 @@ class Ledger:
         self.enter(record, SavedResidency.COMING)
 
     def land(self, record: Record) -> None:
-        assert record.residency is SavedResidency.COMING
         assert record.came is not None
         assert record.fetched_on is not None
         _counts(record).moved_in.waits.append(self._wait(record.fetched_on, record.came.done))
         self.enter(record, SavedResidency.BACK)
 
     def take_back(self, record: Record) -> None:
-        assert record.residency is SavedResidency.COMING
         self._give_up_copy(record)
         self.enter(record, SavedResidency.HOST)
 
@@ -377,7 +370,6 @@ class Ledger:
         record = handle.record
         if record.residency is SavedResidency.COMING:
             self.land(record)
-        assert record.residency is SavedResidency.BACK
         storage = self.fetched_copy(record)
         assert storage is not None
         assert handle.geometry is not None
