@@ -3,17 +3,15 @@
 A *piece* is the states of some parameters: copied to the device together, stepped, and copied back. A parameter larger than a
 piece is cut into *windows*.
 
-- `state_offload`: `StateOffload`, with the hooks around `optimizer.step()`; `StateStats`
+- `state_offload`: `StateOffload`, with the hooks around `optimizer.step()`; its parameters now, and their pieces
 - `asked`: checks of its arguments, of the optimizer's parameters and groups, and of gradients
 - `trial`: small steps of the class: are parameters independent, which states are there, is the step elementwise
-- `members`: the optimizer's parameters now, and the pieces that they are in
 
 What moves:
 
 - `pieces`: `Piece`: where its states are; `StateRecord`: one parameter's record; `CutPiece`: a large one, moved in `Window`s
 - `packing`: states side by side in one range of bytes; tensors that wrap others, as shards do; float32 copies
-- `memory`: `HostStates`, pinned host memory; `StateSlots`, device memory that pieces use in turn, and the copies
-- `on_disk`: `DiskStates`: states on a disk between steps, and their host buffers
+- `memory`: `HostStates`, pinned host memory; `StateSlots`, device memory that pieces use in turn; `DiskStates`, on a disk
 - `at_rest`: `optimizer.state` between steps: adopting foreign states, giving all back, saving and loading
 
 A step:

@@ -15,14 +15,13 @@ from memkit.core.torch_state import local_of
 from memkit.device.base import Device
 from memkit.errors import DiskError, StateOffloadError, warn_user
 from memkit.plan.states import Update
-from memkit.states.memory import HostStates
-from memkit.states.on_disk import DiskStates
+from memkit.states.memory import DiskStates, HostStates
 from memkit.states.packing import MASTER, OnDisk, PackedRows, copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import Piece, Rows, StateRecord
 from memkit.transfer.host_memory import refusal_of
 
 if TYPE_CHECKING:
-    from memkit.states.members import Members
+    from memkit.states.state_offload import Members
 
 
 _HOST = torch.device("cpu")

@@ -37,8 +37,7 @@ from memkit.states.pieces import Layout, Piece, StateRecord, follow_attributes, 
 from memkit.transfer.device_memory import device_memory_of
 
 if TYPE_CHECKING:
-    from memkit.states.memory import HostStates
-    from memkit.states.on_disk import DiskStates
+    from memkit.states.memory import DiskStates, HostStates
 
 Stepped = tuple[StateRecord, Tensor, dict[Any, Any]]
 

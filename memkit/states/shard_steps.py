@@ -40,7 +40,7 @@ from memkit.states.pieces import (
 )
 
 if TYPE_CHECKING:
-    from memkit.states.members import Members
+    from memkit.states.state_offload import Members
 
 
 class _Batch:

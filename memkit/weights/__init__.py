@@ -2,9 +2,8 @@
 
 A layer's weights are one *chunk*: packed side by side, copied together. A *slot* is device memory for one chunk at a time.
 
-- `layer_offload`: `LayerOffload`
-- `selection`: which modules are layers, and which models are refused
-- `shares`: from `offload_ratio`, `budget`, `num_resident` or a measured step to a `ResidencyPlan`; the training mode
+- `layer_offload`: `LayerOffload`; `GradScaler` for gradients in host memory
+- `selection`: which modules are layers, which models are refused, which share streams; the training mode
 - `stats`: `LayerStats`: bytes moved and held, and stalls
 
 Weights in host memory:
@@ -21,14 +20,11 @@ Streaming:
 
 Gradients:
 
-- `accumulation`: `Accumulation`: when a gradient is complete, and how a backward ends
-- `gradients`: `HostGradients`: `train="host"`, gradients are added up in host memory
+- `gradients`: `Accumulation`: when a gradient is complete; `HostGradients`: `train="host"`, they are added up in host memory
 - `fused`: `FusedSteps`: `train="fused"`, each parameter is stepped in its slot within the backward
-- `scaler`: `GradScaler` for gradients in host memory
 """
 
-from memkit.weights.layer_offload import LayerOffload
-from memkit.weights.scaler import GradScaler
+from memkit.weights.layer_offload import GradScaler, LayerOffload
 from memkit.weights.stats import LayerStats
 
 __all__ = ["GradScaler", "LayerOffload", "LayerStats"]

@@ -21,10 +21,9 @@ from memkit.core.owners import are_owners_set_aside, aside
 from memkit.core.torch_state import in_differentiating_transform
 from memkit.errors import LayerOffloadError
 from memkit.plan.chunks import Residency
-from memkit.weights.accumulation import Accumulation
 from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt
-from memkit.weights.selection import refuse_replicated
-from memkit.weights.shares import StepTiming
+from memkit.weights.gradients import Accumulation
+from memkit.weights.selection import StepTiming, refuse_replicated
 from memkit.weights.streaming import Streamer, WeightHooks
 
 

@@ -21,8 +21,8 @@ from memkit.errors import LayerOffloadError
 from memkit.optimizers import kept_states
 from memkit.optimizers.shells import needs_closure
 from memkit.optimizers.steppers import ParameterSteps, steppers
-from memkit.weights.accumulation import TOKEN, Accumulation, accumulating_node, are_modes_on, refuse_graph, sum_of
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
+from memkit.weights.gradients import TOKEN, Accumulation, accumulating_node, are_modes_on, refuse_graph, sum_of
 from memkit.weights.slots import Slot
 from memkit.weights.streaming import Streamer
 

@@ -32,8 +32,8 @@ from memkit.transfer.disk import Disk, DiskCopy, DiskStore
 from memkit.transfer.host_memory import Span
 
 if TYPE_CHECKING:
-    from memkit.weights.accumulation import Accumulation
     from memkit.weights.chunks import LayerChunk, StreamedParameter
+    from memkit.weights.gradients import Accumulation
 
 
 def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:

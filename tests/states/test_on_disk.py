@@ -25,8 +25,7 @@ import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, HostMemoryError, StateOffloadError
 from memkit.states.device_steps import DeviceSteps
-from memkit.states.memory import HostStates, StateSlots
-from memkit.states.on_disk import DiskStates
+from memkit.states.memory import DiskStates, HostStates, StateSlots
 from memkit.transfer import ReferenceDisk, arena
 from memkit.transfer.disk import DiskStore, DiskTransfer
 from tests.refusing import PinLimit
