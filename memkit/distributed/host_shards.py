@@ -21,8 +21,7 @@ from memkit.core.torch_state import NO_LABEL, label, leave_untraced
 from memkit.device.base import Device, Event, Stream
 from memkit.errors import MissingTorchNameError, StateOffloadError
 from memkit.optimizers.steppers import reduced_layers
-from memkit.transfer.arena import Arena
-from memkit.transfer.host_memory import Span
+from memkit.transfer.host_memory import Arena, Span
 from memkit.transfer.lanes import TURN_BYTES, lanes_of
 
 if TYPE_CHECKING:

@@ -21,10 +21,9 @@ from memkit.plan.chunks import WRITTEN, Residency
 from memkit.plan.states import NUM_BUFFERS, Update, in_slots, side_by_side
 from memkit.states.packing import PackedRows, copy_state
 from memkit.states.pieces import Layout, Piece, Rows, stand_ins_for
-from memkit.transfer.arena import Arena
 from memkit.transfer.device_memory import device_memory_of
 from memkit.transfer.disk import Disk, DiskCopy, DiskStore
-from memkit.transfer.host_memory import Span
+from memkit.transfer.host_memory import Arena, Span
 from memkit.transfer.lanes import Lanes
 
 

@@ -2,9 +2,8 @@
 
 A layer's weights are one *chunk*: packed side by side, copied together. A *slot* is device memory for one chunk at a time.
 
-- `layer_offload`: `LayerOffload`; `GradScaler` for gradients in host memory
+- `layer_offload`: `LayerOffload` and its `LayerStats`; `GradScaler` for gradients in host memory
 - `selection`: which modules are layers, which models are refused, which share streams; the training mode
-- `stats`: `LayerStats`: bytes moved and held, and stalls
 
 Weights in host memory:
 
@@ -24,7 +23,6 @@ Gradients:
 - `fused`: `FusedSteps`: `train="fused"`, each parameter is stepped in its slot within the backward
 """
 
-from memkit.weights.layer_offload import GradScaler, LayerOffload
-from memkit.weights.stats import LayerStats
+from memkit.weights.layer_offload import GradScaler, LayerOffload, LayerStats
 
 __all__ = ["GradScaler", "LayerOffload", "LayerStats"]

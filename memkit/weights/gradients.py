@@ -53,8 +53,7 @@ from memkit.core.tensors import byte_view
 from memkit.core.torch_state import num_users
 from memkit.device.base import CopyBatch, Device, Event, Stream
 from memkit.errors import LayerOffloadError
-from memkit.transfer.arena import Arena
-from memkit.transfer.host_memory import Span
+from memkit.transfer.host_memory import Arena, Span
 from memkit.transfer.lanes import lanes_of
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 

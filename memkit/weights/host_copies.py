@@ -27,9 +27,8 @@ from memkit.core.tensors import (
 from memkit.device.base import Device, Event
 from memkit.errors import DiskError, warn_user
 from memkit.plan import disk_bytes
-from memkit.transfer.arena import Arena
 from memkit.transfer.disk import Disk, DiskCopy, DiskStore
-from memkit.transfer.host_memory import Span
+from memkit.transfer.host_memory import Arena, Span
 
 if TYPE_CHECKING:
     from memkit.weights.chunks import LayerChunk, StreamedParameter

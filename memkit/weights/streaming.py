@@ -17,7 +17,7 @@ import threading
 import weakref
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,7 +38,6 @@ from memkit.transfer.lanes import Transfer, lanes_of
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.host_copies import DiskCopies
 from memkit.weights.slots import Slot, SlotRing
-from memkit.weights.stats import Stalls
 
 if TYPE_CHECKING:
     from memkit.weights.chunks import LayerChunk
@@ -186,6 +185,24 @@ class WeightHooks(SavedTensorHooks):
 
 _MOST_NOTED, _MOST_PENDING = 4096, 256
 _MOST_KNOWN_AHEAD = 512
+
+
+class Stalls:
+    """Seconds that the device has waited for each layer, read from events, as far as they are reached."""
+
+    def __init__(self, seconds: Iterable[float]) -> None:
+        self._seconds = list(seconds)
+        self.pending: list[tuple[int, Event, Event]] = []
+
+    def seconds(self) -> tuple[float, ...]:
+        waiting = []
+        for layer, start, end in self.pending:
+            if end.is_reached():
+                self._seconds[layer] += start.elapsed_s(end)
+            else:
+                waiting.append((layer, start, end))
+        self.pending = waiting
+        return tuple(self._seconds)
 
 
 class UsePhase(Enum):

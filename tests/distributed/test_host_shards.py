@@ -20,7 +20,7 @@ from memkit.device import ReferenceDevice, Stream
 from memkit.distributed import host_shards
 from memkit.distributed.host_shards import HostShards
 from memkit.errors import HostMemoryError
-from memkit.transfer.arena import Arena
+from memkit.transfer.host_memory import Arena
 from memkit.transfer.lanes import Lanes
 from tests.distributed import hosting
 from tests.distributed.cases import WIDTH, Model, assert_same, local, make, step, train
@@ -344,7 +344,7 @@ def test_says_where_host_memory_is_missing(one: None, monkeypatch: pytest.Monkey
     def refuse(*_: object) -> None:
         raise HostMemoryError("no room on purpose")
 
-    monkeypatch.setattr("memkit.transfer.arena.Arena.take_pinned_as_one", refuse)
+    monkeypatch.setattr("memkit.transfer.host_memory.Arena.take_pinned_as_one", refuse)
     with pytest.raises(HostMemoryError, match="no room on purpose") as error:
         on_host(make())
     assert any("raised on rank 0 of 1 while sharding it" in note for note in error.value.__notes__)

@@ -24,7 +24,7 @@ from memkit.core.torch_state import is_saved_by_compiled_code
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_no_room, warn_user
 from memkit.plan import Action
-from memkit.transfer.arena import Arena
+from memkit.transfer.host_memory import Arena
 from memkit.transfer.lanes import lanes_of
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from memkit.core.torch_state import NO_LABEL, label
 from memkit.device.base import Device, Event, Stream
 from memkit.plan import Action
 from memkit.plan.ratio import Forecast
-from memkit.transfer.arena import Arena
-from memkit.transfer.host_memory import Span
+from memkit.transfer.host_memory import Arena, Span
 from memkit.transfer.lanes import Lanes, Transfer
 
 if TYPE_CHECKING:
