@@ -33,8 +33,6 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedWeights:
-    """Parameters that are in host memory, and on a device only around each use."""
-
     layers: tuple[nn.Module, ...] = ()
     """The modules whose parameters are copied together."""
     parameters: tuple[Tensor, ...] = ()

@@ -60,8 +60,6 @@ class SpanReference:
 
 
 class SpannedForward:
-    """The forward of a `Sequential` that calls spans: see [Note: spans]."""
-
     def __init__(self, whole: nn.Sequential, spans: Iterable[SequentialSpan]) -> None:
         self._whole, self.children = whole, tuple(whole)
         waiting = sorted(spans, key=lambda span: (-span.place[0], span.place[1]))

@@ -55,8 +55,6 @@ class CudaStream(Stream):
 
 
 class CudaEvent(Event):
-    """An event on a stream. Source: `torch.cuda.Event`."""
-
     __slots__ = ("event",)
 
     def __init__(self, *, timed: bool = True) -> None:

@@ -144,8 +144,6 @@ POISON = 0xFF
 
 @dataclass(slots=True)
 class _KnownStorage:
-    """A storage on the device. It goes back to its home stream when it is freed."""
-
     home: ReferenceStream
     num_bytes: int
     accesses: Accesses

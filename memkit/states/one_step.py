@@ -210,8 +210,6 @@ def run_closure(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any,
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A group's entries, the versions of tensors among these, and its parameters."""
-
     entries: dict[str, Any]
     versions: list[tuple[str, int]]
     members: list[Tensor]

@@ -163,8 +163,6 @@ class Place(Protocol):
 
 
 class Piece:
-    """Parameters whose states are copied and stepped together."""
-
     is_stepped = False
     """Whether a step has stepped it, and not all of `whole` yet."""
 

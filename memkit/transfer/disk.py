@@ -85,14 +85,18 @@ class DiskFile:
         self.refusal: str | None = None
         self._handle = -1
         try:
-            self._handle = _open_unnamed(directory)
+            self._open()
             self._reserve(0, num_bytes)
-            self._go_direct()
+            if not self.is_direct:
+                self._go_direct()
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
                 raise _refused(directory, num_bytes, error) from error
             raise
+
+    def _open(self) -> None:
+        self._handle = _open_unnamed(self.directory)
 
     def _reserve(self, start: int, end: int) -> None:
         if hasattr(os, "posix_fallocate"):

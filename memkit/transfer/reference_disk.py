@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections import deque
@@ -10,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from memkit.core.sizes import check_budget_bytes
-from memkit.errors import DiskError
 from memkit.transfer.disk import Disk, DiskFile, DiskQueue, DiskTransfer
 from memkit.transfer.host_memory import Range
 
@@ -54,27 +52,17 @@ class ReferenceDisk(Disk):
 
 class _ReferenceFile(DiskFile):
     def __init__(self, directory: Path, num_bytes: int, fault: Fault | None) -> None:
-        self._local = threading.local()
-        self.directory, self.num_bytes = directory, num_bytes
-        self.is_direct, self.refusal = True, None
-        self._lock = threading.Lock()
+        self._lock, self._content = threading.Lock(), memoryview(b"")
         self._fault = fault or (lambda _what, _offset, num_bytes: num_bytes)
-        self._reserve(0, num_bytes)
-        self._content = memoryview(bytearray([POISON]) * num_bytes)
+        super().__init__(directory, num_bytes)
+
+    def _open(self) -> None:
+        self.is_direct = True
 
     def _reserve(self, start: int, end: int) -> None:
-        try:
-            self._fault("reserve", start, end - start)
-        except OSError as error:
-            raise DiskError(f"no room: {os.strerror(error.errno or 0)}", path=self.directory, errno=error.errno) from error
-
-    def extend(self, num_bytes: int) -> None:
-        if num_bytes > self.num_bytes:
-            self._reserve(self.num_bytes, num_bytes)
-            added = bytearray([POISON]) * (num_bytes - self.num_bytes)
-            with self._lock:
-                self._content = memoryview(bytearray(self._content) + added)
-            self.num_bytes = num_bytes
+        self._fault("reserve", start, end - start)
+        with self._lock:
+            self._content = memoryview(bytearray(self._content) + bytearray([POISON]) * (end - start))
 
     def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
         return self._move("read", buffers, offset)

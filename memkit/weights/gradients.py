@@ -285,8 +285,6 @@ class LayerBuffers:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Gradients that copies read, or are about to: their storages are held until then."""
-
     stream: Stream
     storages: Sequence[torch.UntypedStorage]
     num_bytes: int

@@ -132,8 +132,6 @@ NUM_BUFFERS = 4
 
 @dataclass(eq=False)
 class _ReadBuffer:
-    """Host memory for the bytes of one layer at a time, between the disk and a slot."""
-
     room: Span
     chunk: LayerChunk | None = None
     state: tuple[int, ...] | None = None

@@ -292,8 +292,6 @@ class StepTimes:
 
 @dataclass(slots=True)
 class _Point:
-    """A moment from which on a layer computes, or none does."""
-
     name: str | None
     is_backward: bool
     before: Event

@@ -176,8 +176,6 @@ class _Saves:
 
 
 class WeightHooks(SavedTensorHooks):
-    """The saved-tensor hooks of a streamed layer's forward, over the top ones. For the arguments see `_Saves`."""
-
     def __init__(self, streamer: Streamer, outer: HookPair | None = None, *, hands_on_weights: bool = False) -> None:
         saves = _Saves(streamer, outer, hands_on_weights=hands_on_weights)
         super().__init__(saves.pack, saves.unpack, owner=saves, hands_on=True)
@@ -206,8 +204,6 @@ class Stalls:
 
 
 class UsePhase(Enum):
-    """The kind of a layer's use. Each has an order of its own."""
-
     FORWARD = "forward"
     """In a forward that a backward may follow."""
     SAMPLING = "sampling"
