@@ -23,31 +23,18 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-
-class Mendable(Protocol):
-    is_broken: bool
-
-    @property
-    def lock(self) -> AbstractContextManager[object]: ...
-
-    def mend(self) -> object:
-        """Repair it, under the lock, and set `is_broken` to False at the end."""
-
-
-_Held = TypeVar("_Held", bound=Mendable)
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
-def mended(call: Callable[Concatenate[_Held, _Args], _Result]) -> Callable[Concatenate[_Held, _Args], _Result]:
-    """Hold the lock of a method's object while the method runs, after repairing what an earlier call has left half done."""
+def mended(call: Callable[Concatenate[Any, _Args], _Result]) -> Callable[Concatenate[Any, _Args], _Result]:
+    """Hold the `lock` of a method's object while the method runs, after `mend` of what an earlier call has left half done."""
 
     @functools.wraps(call)
-    def locked(held: _Held, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    def locked(held: Any, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         with held.lock:
             if held.is_broken:
                 held.mend()

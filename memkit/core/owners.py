@@ -93,7 +93,7 @@ class _Aside(threading.local):
 
 
 aside = _Aside()
-"""Whether this thread runs such a model: read directly on hot paths. Elsewhere call `are_owners_set_aside`."""
+"""Whether this thread runs such a model: read as `aside.is_set`."""
 
 
 @contextmanager
@@ -103,10 +103,6 @@ def owners_set_aside() -> Iterator[None]:
         yield
     finally:
         aside.is_set = before
-
-
-def are_owners_set_aside() -> bool:
-    return aside.is_set
 
 
 _Own = TypeVar("_Own", bound="GradientStandIn")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -233,13 +233,7 @@ def local_of(tensor: Tensor) -> Tensor:
 NO_LABEL = nullcontext()
 
 
-class Named(Protocol):
-    @property
-    def names(self) -> str:
-        """Names for the label."""
-
-
-def label(name: str, of: Named | None = None) -> AbstractContextManager[object]:
+def label(name: str, of: Any = None) -> AbstractContextManager[object]:
     if not torch_private.profiler_is_on():
         return NO_LABEL
     return torch.profiler.record_function(f"memkit::{name}" if of is None else f"memkit::{name} ({of.names})")

@@ -210,6 +210,7 @@ class ReferenceDevice(Device):
     """
 
     takes_notes = True
+    name = "reference"
 
     def __init__(self, *, seed: int | None = None) -> None:
         self.torch_device = torch.device("cpu")
@@ -232,10 +233,6 @@ class ReferenceDevice(Device):
             "what is pickled needs a device that another process can open; found a ReferenceDevice, which knows what was done "
             'in this one. Leave the device out, or name one (device="cuda")'
         )
-
-    @property
-    def name(self) -> str:
-        return "reference"
 
     def current_stream(self) -> ReferenceStream:
         stream: ReferenceStream = getattr(self._current, "stream", self._default)

@@ -60,7 +60,7 @@ class BackwardSteps(Accumulating):
     ) -> None:
         self._optimizer, self._device, self._stepping = optimizer, device, stepping
         self._on_device, self._on_host, self._rest, self._follow_groups = on_device, on_host, rest, follow_groups
-        self._stream = device.new_stream("step")
+        self.stream = device.new_stream("step")
         self._held: deque[tuple[Stream, Event, list[Tensor]]] = deque()
         """The gradients' stream, the event behind the step, and the tensors that it reads, the gradient first."""
         self._held_bytes = 0
@@ -173,8 +173,8 @@ class BackwardSteps(Accumulating):
             is_in_slot = owner_of(storage) is not None  # others are read there meanwhile: its `write_back` tells of writes
             brought = gradient if is_in_slot else record.parameter
             device.note_written(brought.untyped_storage(), torch_private.version_of(brought))
-        device.wait_event(self._stream, device.record_event(own, timed=False))
-        with device.on_stream(self._stream):
+        device.wait_event(self.stream, device.record_event(own, timed=False))
+        with device.on_stream(self.stream):
             if device.takes_notes:
                 device.note_read(storage)
                 device.note_read(gradient.untyped_storage())
@@ -189,7 +189,7 @@ class BackwardSteps(Accumulating):
                 self._step(part, run)
             if device.takes_notes and not is_in_slot:
                 device.note_written(storage, torch_private.version_of(record.parameter))
-            stepped = device.record_event(self._stream, timed=False)
+            stepped = device.record_event(self.stream, timed=False)
         self._held.append((own, stepped, held))
         self._held_bytes += gradient.nbytes
         return stepped
@@ -211,7 +211,7 @@ class BackwardSteps(Accumulating):
         device, current = self._device, self._device.current_stream()
         for entry in tuple(self._held):  # a backward that has failed may end in its own thread, beside a step
             self._let_go_of(entry)
-        device.wait_event(current, device.record_event(self._stream, timed=False))
+        device.wait_event(current, device.record_event(self.stream, timed=False))
         if device.takes_notes:
             for piece in self._met:
                 device.note_read(piece.records[0].parameter.untyped_storage())
@@ -268,8 +268,8 @@ class BackwardSteps(Accumulating):
         if not self._leaving:
             return
         self._stepping.is_broken = True  # on any error `mend` copies the parameters back
-        self._device.wait_event(self._stream, self._device.record_event(timed=False))  # it may still read parameters
-        with self._device.on_stream(self._stream):
+        self._device.wait_event(self.stream, self._device.record_event(timed=False))  # it may still read parameters
+        with self._device.on_stream(self.stream):
             try:
                 self._stepping.join(list(self._leaving))
             finally:
@@ -284,7 +284,7 @@ class BackwardSteps(Accumulating):
         self._on_device.drop(piece)
 
     def drop_ahead(self) -> None:
-        with self._device.on_stream(self._stream):
+        with self._device.on_stream(self.stream):
             for piece in list(self._begun):
                 self._drop(piece)
 
@@ -363,10 +363,6 @@ class LayeredSteps(BackwardSteps):
         self._layers: LayerStepper | None = stepper_of(optimizer)
         self._piece_of: dict[int, Piece] = {}
 
-    @property
-    def stream(self) -> Stream:
-        return self._stream
-
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
         self._note_pieces(pieces)
         self._piece_of.update({id(piece.records[0].parameter): piece for piece in pieces})
@@ -381,7 +377,7 @@ class LayeredSteps(BackwardSteps):
         piece = self._piece_of[id(parameter)]
         (record,) = piece.records
         if record.group < 0:  # the optimizer has it no more
-            return self._device.record_event(self._stream, timed=False)
+            return self._device.record_event(self.stream, timed=False)
         refuse_gradients(piece.records)
         stepped = self._step_whole(piece)
         for part in piece.parts:

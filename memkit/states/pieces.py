@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,9 @@ from memkit.states.packing import (
 )
 from memkit.transfer.disk import DiskCopy
 from memkit.transfer.host_memory import Span
+
+if TYPE_CHECKING:
+    from memkit.states.memory import DiskStates, HostStates
 
 
 class StateRecord:
@@ -155,11 +158,6 @@ class Layout:
             return self.span.part(0, max(ends))
         first = self.span.pieces[0]  # of a window, each of whose states is a range of others
         return replace(self.span, num_bytes=len(first), pieces=(first,))
-
-
-class Place(Protocol):
-    def layout_of(self, piece: Piece, tensors: PackedRows, num_bytes: int, *, is_apart: bool = False) -> Layout:
-        """Return where states of a piece are from now on, with room for them."""
 
 
 class Piece:
@@ -349,7 +347,7 @@ class Piece:
         """Tell whether states whose layout has not changed may stay where they are."""
         return True
 
-    def lay_out(self, place: Place, tensors: PackedRows, num_bytes: int) -> Layout | None:
+    def lay_out(self, place: HostStates | DiskStates, tensors: PackedRows, num_bytes: int) -> Layout | None:
         return place.layout_of(self, tensors, num_bytes) if num_bytes else None
 
     def lies_as_it_goes(self, entries: Mapping[Any, Any]) -> bool:
@@ -529,7 +527,7 @@ class Window(Piece):
     def may_lie_as_before(self) -> bool:
         return self is self._whole.windows[0] or self._whole.coming is self._whole.layout
 
-    def lay_out(self, place: Place, tensors: PackedRows, num_bytes: int) -> Layout | None:
+    def lay_out(self, place: HostStates | DiskStates, tensors: PackedRows, num_bytes: int) -> Layout | None:
         return self._whole.lay_out_window(self, place, tensors, num_bytes)
 
     def marks(self, optimizer: torch.optim.Optimizer, layout: Layout | None) -> list[partial[None]]:
@@ -680,7 +678,9 @@ class CutPiece(Piece):
                 window.layout = None if is_apart or self.layout is None else part_of(self.layout, window.elements)
             self.seen = self.layout
 
-    def lay_out_window(self, window: Window, place: Place, tensors: PackedRows, num_bytes: int) -> Layout | None:
+    def lay_out_window(
+        self, window: Window, place: HostStates | DiskStates, tensors: PackedRows, num_bytes: int
+    ) -> Layout | None:
         """Return where states of a window are: in host memory among the others', on a disk by themselves."""
         (record,), (row,) = self.records, tensors
         if window is self.windows[0]:

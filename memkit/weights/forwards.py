@@ -17,7 +17,7 @@ from memkit.core import backwards, torch_private
 from memkit.core.calls import Call, Calls, Claims, Ending
 from memkit.core.features import NotCopied
 from memkit.core.hooks import HookSet
-from memkit.core.owners import are_owners_set_aside, aside
+from memkit.core.owners import aside
 from memkit.core.torch_state import in_differentiating_transform
 from memkit.errors import LayerOffloadError
 from memkit.plan.chunks import Residency
@@ -138,7 +138,7 @@ class Forwards(NotCopied):
     # The model
 
     def _before_outer(self, module: nn.Module, _: Any) -> None:
-        if not are_owners_set_aside():
+        if not aside.is_set:
             self._calls.begin(module, depth=2)
             if torch_private.backward_task() != -1:
                 self._calls.claim(self._recomputing)
@@ -315,10 +315,10 @@ class _LayerForwards:
 
 
 def _time_forward(begin: Callable[[], None], *_: Any) -> None:
-    if not are_owners_set_aside():
+    if not aside.is_set:
         begin()
 
 
 def _time_backward(begin: Callable[[], None], _: nn.Module, __: Any, output: Any) -> None:
-    if not are_owners_set_aside():
+    if not aside.is_set:
         backwards.before(output, lambda _: begin())

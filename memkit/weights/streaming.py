@@ -269,6 +269,8 @@ class Streamer:
     the pass and its backward: before each new pass the slots forget, since not every write to a host copy can be seen.
     """
 
+    is_active = True
+
     def __init__(
         self, device: Device, chunks: Sequence[LayerChunk], slot_bytes: Sequence[int], disk: DiskCopies | None = None
     ) -> None:
@@ -445,10 +447,6 @@ class Streamer:
         self.num_demand_fetches += 1
         self._fetch(chunk, slot)
         return slot
-
-    @property
-    def is_active(self) -> bool:
-        return True
 
     def bring_until(self, use_order: int) -> bool:
         is_free = False
