@@ -114,8 +114,6 @@ def _with_short_cells(columns: Sequence[TextColumn], over: int, shortest: int) -
     ]
 
 
-# Where a command writes
-
 STDOUT = Path("-")
 """As a file name, standard output. Nothing else is written there then."""
 

@@ -105,9 +105,6 @@ def look_up(symbol: str) -> Any:
     return found
 
 
-# Looking names up
-
-
 def __getattr__(name: str) -> Any:  # torch has no types for private names
     private = NAMES.get(name)
     if private is None:

@@ -371,8 +371,6 @@ class ReferenceDevice(Device):
             if not self._is_awaited(host):
                 host.fill_(POISON)
 
-    # Landing
-
     def _land(self, stream: ReferenceStream, position: int) -> None:
         """Land the first `position` entries that were ever put on a stream's queue."""
         while stream.num_landed < position:
@@ -398,8 +396,6 @@ class ReferenceDevice(Device):
     def _raise_races(self) -> None:
         if self.races:
             raise self.races.pop(0)
-
-    # Accesses
 
     def _know(self, storage: torch.UntypedStorage) -> _KnownStorage:
         """Keep book of a storage until it dies: it was handed to, or made by, work on the current stream."""

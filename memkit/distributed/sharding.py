@@ -105,8 +105,6 @@ class HostLayer:
         events = [getattr(parameter, torch_private.FSDP_LANDED) for parameter in self.group.fsdp_params]
         return [event for event in events if event is not None]  # none where FSDP2 has waited itself
 
-    # Its memory
-
     def chunk(self) -> Span:
         """Return its host memory with all shards in it, also those that got data, were assigned, moved or cast since."""
         parameters = self.group.fsdp_params

@@ -241,8 +241,6 @@ class Route:
                 if start < end:
                     yield tensor_over(storage, torch.uint8, offset=start, size=(end - start,), stride=(1,))
 
-    # Copies
-
     def to_host(self) -> CopyRange:
         copied = self._to_host.get(self.has_parameters)
         if copied is None:

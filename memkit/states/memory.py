@@ -515,8 +515,6 @@ class DiskStates:
                 if buffer.copy is copy:
                     buffer.holds, buffer.copy = Holds.NOTHING, None
 
-    # At rest
-
     def put(self, piece: Piece, tensors: PackedRows, num_bytes: int, rows: Rows, entries: Mapping[Any, Any]) -> None:
         before = piece.copies
         parts = piece.cut(tensors, num_bytes, rows, entries)

@@ -243,8 +243,6 @@ class ShardSteps(Accumulating):
         )
         raise StateOffloadError(lost[0] if lost else said) from error
 
-    # The optimizer's step
-
     def step(self) -> None:
         if self.unfinished is not None:
             self.unfinished.check_options()

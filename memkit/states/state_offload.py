@@ -586,8 +586,6 @@ class StateOffload(NotCopied, EnteredOnce):
             (self._rest.bring if piece.plan.is_resident else self._rest.adopt)(piece)
         self._members.end_loading()
 
-    # What there is
-
     def stats(self) -> StateStats:
         """Return the bytes moved so far, and the present memory."""
         plan, slots, shards, store = self.plan, self._slots, self._on_shards, self._disk.opened

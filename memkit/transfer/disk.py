@@ -499,8 +499,6 @@ class DiskStore:
         self._shut()
         self._is_closed = True
 
-    # Transfers
-
     def _prepare(self, copy: DiskCopy, span: Span) -> None:
         assert not self._is_closed, "the disk store is closed"
         assert span.num_bytes == copy.num_bytes
@@ -569,8 +567,6 @@ class DiskStore:
             for place in (*copy.places[0], *copy.places[1]):
                 self._gaps.cut(place)
         self.is_broken = False
-
-    # Errors
 
     def _raise_error(self, transfer: DiskTransfer) -> None:
         error = transfer.error

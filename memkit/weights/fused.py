@@ -260,8 +260,6 @@ class FusedSteps(NotCopied, Accumulation):
             if num_backwards > 1:
                 raise LayerOffloadError(f"optimizer.step() was called after {num_backwards} backwards. {_ADVICE}")
 
-    # In a backward
-
     def _before_state_dict(self, *_: Any) -> None:
         """End backwards that two interrupts in a row left open, so that weights and states are of one step."""
         if self._tasks and torch_private.backward_task() == -1:

@@ -122,8 +122,6 @@ class Accumulation(ABC):
     def begin_backward(self, chunk: LayerChunk) -> None:  # noqa: B027
         """A backward reaches an output of a layer."""
 
-    # In a backward
-
     def _enter_backward(self) -> None:
         task = torch_private.backward_task()
         if task not in self._tasks:
@@ -488,8 +486,6 @@ class HostGradients(Accumulation):
                         streamed.parameter.grad = grad.clone()
                 self._kept += [buffer for buffer in buffers if not buffer.is_idle]
                 del self._buffers[streamed]
-
-    # In a backward
 
     def begin_backward(self, chunk: LayerChunk) -> None:
         layer = self._watched.get(chunk)

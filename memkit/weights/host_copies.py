@@ -182,8 +182,6 @@ class DiskCopies:
     def read_bytes(self) -> int:
         return 0 if self._opened is None else self._opened.read_bytes
 
-    # A pass
-
     def invalidate(self) -> None:
         for buffer in self._buffers:
             buffer.state = None

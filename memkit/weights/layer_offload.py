@@ -454,8 +454,6 @@ class LayerOffload(NotCopied, EnteredOnce):
             raise forked("LayerOffload")
         return self._streamer
 
-    # At rest
-
     def until_closed(self, handle: RemovableHandle) -> None:
         """Have `close()` also remove a handle, such as a hook on the model: at once if this is closed already."""
         self._hooks.add(handle)

@@ -319,8 +319,6 @@ class Streamer:
             "stall_s": dict(zip((chunk.name for chunk in self.chunks), self.stalls.seconds(), strict=True)),
         }
 
-    # Passes
-
     def is_continued_by(self, first: LayerChunk | None) -> bool:
         return first is not None and self._current is not None and self._orders[self._phase].is_next(first.position)
 
@@ -525,8 +523,6 @@ class Streamer:
             self.ring.invalidate()
             if self._disk is not None:
                 self._disk.invalidate()
-
-    # Lending
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
         with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():

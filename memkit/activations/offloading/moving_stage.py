@@ -502,8 +502,6 @@ class RatioDecider(RatioSoFar):
         self._traces.follow(trace)
         return was_misled
 
-    # The backward
-
     def order(self) -> tuple[int, ...]:
         trace, num_saves = self.trace, len(self.follower.keys)
         if trace is None or trace.order is None or len(trace.keys) != num_saves:

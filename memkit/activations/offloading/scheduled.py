@@ -213,8 +213,6 @@ class Schedule:
         num_fetched = tuple(num_left[number] for number in part.num_fetched)
         return replace(part, back=tuple(back), num_fetched=num_fetched), self._behind(back)
 
-    # Sizes
-
     def sum_up(self, sized: Sized) -> None:
         leaving, held = self._leaving, self._held
         sizes_bytes = {value: num_bytes for value, num_bytes in sized.sizes_bytes.items() if value not in held}

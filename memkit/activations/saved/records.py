@@ -30,7 +30,6 @@ from memkit.transfer.lanes import Lanes, Transfer
 if TYPE_CHECKING:
     from memkit.activations.offloading.moving_stage import RatioDecider
     from memkit.activations.recomputing.recorded_forward import RecordedForward
-    from memkit.activations.saved.counts import Counts
 
 
 class SavedResidency(Enum):
