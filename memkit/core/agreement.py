@@ -44,7 +44,9 @@ def agree(raised: Exception | None = None, digest: int = 0, *, doing: str, featu
         found = torch.tensor([_FINE if raised is None else rank, digest, -digest], device=_device())
         dist.all_reduce(found, op=dist.ReduceOp.MIN)
         first, least, greatest = found.tolist()
-        text = "" if first == _FINE else _sent_by(first, "" if raised is None else f"{type(raised).__name__}: {raised}")
+        sent = ["" if raised is None else f"{type(raised).__name__}: {raised}"]
+        if first != _FINE:
+            dist.broadcast_object_list(sent, first, device=_device())
     except (RuntimeError, ValueError) as error:
         if raised is not None:
             raise raised from None
@@ -56,7 +58,7 @@ def agree(raised: Exception | None = None, digest: int = 0, *, doing: str, featu
         note_on(raised, f"memkit: raised on rank {rank} of {dist.get_world_size()} while {doing}")
         raise raised
     if first != _FINE:
-        raise ShardError(f"{feature}: while {doing}, rank {first} raised {text}", rank=first)
+        raise ShardError(f"{feature}: while {doing}, rank {first} raised {sent[0]}", rank=first)
     if least != -greatest:
         raise ShardError(
             f"{feature} needs the same model on every rank; found that ranks differ in names, shapes, dtypes or requires_grad "
@@ -70,9 +72,3 @@ def _device() -> torch.device:
         return torch.device("cpu")
     kind = next(iter(backends))
     return torch.device(kind, torch.accelerator.current_device_index())
-
-
-def _sent_by(source: int, text: str) -> str:
-    sent = [text]
-    dist.broadcast_object_list(sent, source, device=_device())
-    return sent[0]

@@ -43,11 +43,8 @@ class Claims:
         self.thread = -1
         self.calls: list[Call] = []
 
-    def are_going_on(self) -> bool:
-        """Tell whether that thread, which may have died, has calls on its stack; a walk up a running thread's is repeated."""
-        return any(self._are_on_stack() for _ in range(_NUM_LOOKS))
-
     def _are_on_stack(self) -> bool:
+        """Tell whether that thread, which may have died, has calls on its stack; a walk up a running thread's is repeated."""
         frames = {call.frame for call in self.calls}
         frame = sys._current_frames().get(self.thread) if frames else None
         while frame is not None and frame not in frames:  # in the end it is no frame of this call, which would hold itself
@@ -59,7 +56,7 @@ class Claims:
             self.may_end_left()
 
     def may_end_left(self) -> bool:
-        if self.are_going_on():
+        if any(self._are_on_stack() for _ in range(_NUM_LOOKS)):
             return False
         for left in reversed(self.calls):
             _end(left, Ending.LEFT)

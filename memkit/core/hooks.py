@@ -290,7 +290,8 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         elif not self._was_taken_off:
             del above[:1]  # after an interrupt another context's exit has taken it off, and left this one instead
         if above and not self.hands_on:
-            above = [pair for pair in above if not _is_of_left(pair)]
+            # but for those of a layer that an interrupt has left: they would pass on later tensors
+            above = [pair for pair in above if not any(hooks.hands_on and hooks.pack is pair[0] for hooks in _stacked.hooks)]
         for pair in reversed(above):
             self._push(*pair)
         _stacked.hooks.remove(self)  # last: until then, an interrupt leaves it to `end_left`
@@ -302,11 +303,6 @@ def end_left() -> None:
             if (end := getattr(hooks.owner, "end", None)) is not None:
                 end(has_failed=True)
             hooks.__exit__()
-
-
-def _is_of_left(pair: HookPair) -> bool:
-    """Tell whether hooks belong to a layer that an interrupt has left: they would pass on later tensors."""
-    return any(hooks.hands_on and hooks.pack is pair[0] for hooks in _stacked.hooks)
 
 
 class _Stacked(threading.local):

@@ -342,7 +342,6 @@ COMPILED_CALL, COMPILED_CALLER = "_compiled_call_impl", ("torch._dynamo.eval_fra
 """The attribute with a module's compiled code, and the function that calls it; `Rematerialize` stands around it."""
 COMPILED_SAVER = "torch._functorch._aot_autograd"  # the modules that save for compiled code: refused where it is not known
 TRANSFORMS = ("torch._functorch.apis", "torch._functorch.eager_transforms", "torch._functorch.vmap", "torch._vmap_internals")
-"""The modules whose frames run transforms."""
 DYNAMO, HIGHER_ORDER_OPS = "torch._dynamo", "torch._higher_order_ops.utils"
 """The modules that are loaded where anything may be compiled, and where a higher-order op may compile by itself."""
 DYNAMO_CONFIG = "torch._dynamo.config"  # lets a trace run compiled code as plain Python: `memkit.profile.partitions`

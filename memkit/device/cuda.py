@@ -21,7 +21,6 @@ _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context, wh
 
 
 def cuda_is_available() -> bool:
-    """Tell whether this machine has a CUDA device that torch can use."""
     return torch.cuda.is_available()
 
 

@@ -16,7 +16,7 @@ from memkit.device.base import Device
 from memkit.errors import DiskError, StateOffloadError, warn_user
 from memkit.plan.states import Update
 from memkit.states.memory import DiskStates, HostStates
-from memkit.states.packing import MASTER, OnDisk, PackedRows, copy_state, may_leave, moved_state, pack
+from memkit.states.packing import MASTER, OnDisk, copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import Piece, Rows, StateRecord
 from memkit.transfer.host_memory import refusal_of
 
@@ -126,8 +126,12 @@ class StatesAtRest:
             rows.append({name: value for name, value in entries.items() if may_leave(value)})
         tensors, num_bytes = pack(rows)
         with torch.inference_mode(False), torch.no_grad():
-            if piece.plan.is_on_disk:
-                self._put_on_disk(piece, tensors, num_bytes, rows)
+            if piece.plan.is_on_disk and num_bytes:
+                entries = self._optimizer.state.get(piece.records[0].parameter) or {}
+                self._disk.put(piece, tensors, num_bytes, rows, entries)
+            elif piece.plan.is_on_disk:
+                copies, piece.layout = piece.copies, None
+                self._disk.forget(copies, piece)
             elif (
                 (layout := piece.layout) is not None
                 and tensors == layout.tensors
@@ -170,14 +174,6 @@ class StatesAtRest:
                     "nothing. States on the disk can't be passed on: take them from optimizer.state_dict()"
                 )
         return standing
-
-    def _put_on_disk(self, piece: Piece, tensors: PackedRows, num_bytes: int, rows: list[dict[str, Tensor]]) -> None:
-        if num_bytes:
-            entries = self._optimizer.state.get(piece.records[0].parameter) or {}
-            self._disk.put(piece, tensors, num_bytes, rows, entries)
-            return
-        before, piece.layout = piece.copies, None
-        self._disk.forget(before, piece)
 
     def read(self, pieces: Iterable[Piece]) -> dict[OnDisk, Tensor]:
         stored = [piece for piece in pieces if piece.plan.is_on_disk and piece.layout is not None]

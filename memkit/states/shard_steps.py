@@ -258,7 +258,12 @@ class ShardSteps(Accumulating):
         run = self.unfinished if self._met else None
         if run is not None:
             run.write_changes()
-        self._put_in_order()
+        # the order of the parameters, as without memkit, and not of the backward
+        state, groups = self._optimizer.state, self._optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"] if parameter in state]
+        if not all(map(operator.is_, parameters, state)):
+            ordered = {**dict.fromkeys(parameters), **state}
+            do_at_once(partial(state.clear), partial(state.update, ordered))
         self.unfinished = run or OneStep(self._optimizer)
         self.unfinished.forget_options()
         self._met.clear()
@@ -268,14 +273,6 @@ class ShardSteps(Accumulating):
         for record in records:
             if record in self._lost:
                 raise StateOffloadError(self._lost[record])
-
-    def _put_in_order(self) -> None:
-        """Put `optimizer.state` in the order of the parameters, as without memkit, and not of the backward."""
-        state, groups = self._optimizer.state, self._optimizer.param_groups
-        parameters = [parameter for group in groups for parameter in group["params"] if parameter in state]
-        if not all(map(operator.is_, parameters, state)):
-            ordered = {**dict.fromkeys(parameters), **state}
-            do_at_once(partial(state.clear), partial(state.update, ordered))
 
     def join(self) -> None:
         self.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,6 @@ from memkit.states.host_steps import HostSteps
 from memkit.states.one_step import OneStep
 from memkit.states.pieces import ConsumedGradient, Piece, some_of
 from memkit.states.trial import are_in_states, generators_of, states_of
-
-if TYPE_CHECKING:
-    from memkit.states.one_step import OneStep
-    from memkit.states.pieces import Piece
 
 
 class Stepping:

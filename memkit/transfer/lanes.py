@@ -23,12 +23,9 @@ from memkit.plan.gpu import Link
 from memkit.transfer.host_memory import Arena, Span
 
 TURN_BYTES = 16 * 2**20
-"""About the bytes of one turn."""
 
 
 class CopiesByTurns(CopyBatch):
-    """A `CopyBatch` whose pieces are copied one after the other, alternating between two streams."""
-
     def __init__(
         self,
         device: Device,

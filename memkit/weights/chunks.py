@@ -90,7 +90,6 @@ class StreamedParameter:
         self.size, self.dtype = parameter.size(), parameter.dtype
         self.note_stride()
         self.device = torch.device("cpu") if parameter.is_meta else parameter.device
-        """Where it was found; the host if it had no data."""
 
     def note_stride(self) -> None:
         self.stride = self.parameter.stride()
@@ -170,7 +169,6 @@ class Binding:
     def __init__(self, parameters: Sequence[StreamedParameter]) -> None:
         self.parameters = tuple(parameters)
         self.places: tuple[Geometry, ...] = ()
-        """The same object for as long as all tensors lie in the chunk as before."""
         self.renew()
 
     def renew(self) -> None:
@@ -227,7 +225,6 @@ class Binding:
         return bool(self.wrappers) or now is not self._expected[at] or self.tensors[at].data_ptr() != self._addresses[at]
 
     def point_at(self, views: Sequence[Tensor], device: torch.device) -> None:
-        """Point the parameters at views on a device; wrappers report that device."""
         is_seen = torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled()
         with without_modes() if is_seen else _NO_CONTEXT:
             deque(self.set_data(views), maxlen=0)

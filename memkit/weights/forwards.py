@@ -186,7 +186,6 @@ class Forwards(NotCopied):
             self._note_adopted(adopted)
 
     def _refuse_transforms(self) -> None:
-        """Raise within transforms of torch.func that wrap tensors, also one that is set as `data`."""
         if self._streamer.chunks and in_differentiating_transform():
             raise LayerOffloadError(
                 f"a forward of {type(self._model).__name__} runs within torch.func.grad, vjp, jvp or what is made of them "

@@ -125,7 +125,6 @@ class FusedSteps(NotCopied, Accumulation):
         self._consumed: list[nn.Parameter] = []
         self._stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], SteppedGradient] = {}
         self._stepped: dict[int, nn.Parameter] = {}
-        """By id, the parameters stepped since the outermost backward began."""
         self._whole = set[int]()
         """The backwards that have stepped something since the user's own step, and have not failed."""
         self._due: dict[int, nn.Parameter] = {}
@@ -133,11 +132,9 @@ class FusedSteps(NotCopied, Accumulation):
         self._outermost = 0
         self._group_of: dict[int, int] = {}
         self._alone: dict[int, nn.Parameter] = {}
-        """By id, the parameters stepped by hooks of their own."""
         self._frozen: list[nn.Parameter] = []
         """Parameters of the groups that do not stream, and do not require grad yet."""
         self._groups: list[dict[str, Any]] | None = None
-        """The optimizer's groups, while it has one parameter alone."""
 
     def begin(self, chunks: Sequence[LayerChunk]) -> None:
         super().begin(chunks)
@@ -395,7 +392,6 @@ class FusedSteps(NotCopied, Accumulation):
         super()._end_backward(task, has_failed)
 
     def _finish(self, has_failed: bool) -> None:
-        """Write stepped weights to the host copies, each parameter whole or not at all, and drop gradients."""
         if has_failed:
             self._reset()
             return
@@ -412,7 +408,6 @@ class FusedSteps(NotCopied, Accumulation):
         self._due.clear()
 
     def _reset(self) -> None:
-        """Leave each parameter of a failed backward stepped whole or not at all."""
         self._regroup()
         if self._beside is not None:
             self._beside.end_backward()

@@ -204,7 +204,7 @@ class GradientBuffer:
     def __init__(self, span: Span, taken: Span) -> None:
         self.span, self.taken = span, taken
         self.storage = self._over_span()
-        self._view: Tensor | None = None
+        self.view: Any = None
         """The gradient here, of which `lend` gives an alias. Nobody is given this one."""
 
     def _over_span(self) -> torch.UntypedStorage:
@@ -212,25 +212,20 @@ class GradientBuffer:
 
     @property
     def is_idle(self) -> bool:
-        return num_users(self.storage) == 1 + (self._view is not None)
-
-    @property
-    def view(self) -> Tensor:
-        assert self._view is not None
-        return self._view
+        return num_users(self.storage) == 1 + (self.view is not None)
 
     def lend(self, streamed: StreamedParameter) -> Tensor | None:
         """Return the gradient of a parameter as it lies here; None if the caller holds one that lies here."""
         if self.storage.data_ptr() != self.span.whole.data_ptr():  # it was moved to other memory in place
-            self.storage, self._view = self._over_span(), None  # (`Tensor.share_memory_`): its holders have that
-        view = self._view
+            self.storage, self.view = self._over_span(), None  # (`Tensor.share_memory_`): its holders have that
+        view = self.view
         if torch_private.num_storage_users(torch_private.storage_address(self.storage)) != 1 + (view is not None):
             return None
         is_seen = torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled()
         with without_modes() if is_seen else _NO_CONTEXT:
             if view is None or view.stride() != streamed.gradient_stride:
-                view = self._view = streamed.over_gradient(self.storage)
-            return view.data
+                view = self.view = streamed.over_gradient(self.storage)
+            return view.data  # type: ignore[no-any-return]
 
 
 class LayerBuffers:
@@ -291,7 +286,6 @@ class Flight:
 
 
 Made = Mapping[StreamedParameter, Tensor]
-"""Gradients by their parameters."""
 
 
 class _Alive:
@@ -314,7 +308,6 @@ class _LayerGradients:
         self.stream_number = 0
         self.stream: Stream
         self.elsewhere: dict[StreamedParameter, Stream] = {}
-        """Parameters with a part made on another stream."""
         self.calls = _Alive()
         """The graph behind each call has a weak reference of its own to this, for as long as the graph is alive."""
         self.nodes: dict[StreamedParameter, weakref.WeakSet[_Alive]] = {}
@@ -666,7 +659,10 @@ class HostGradients(Accumulation):
             return
         span = self._arena.take(_gradient_bytes(streamed))
         try:
-            landed = self._copy_out(streamed, made, span)
+            storage = self._packed(streamed, made)
+            if self._device.takes_notes:
+                self._note_made([made], [storage])
+            landed = self._fly([storage], storage.nbytes(), partial(self._copy_to, storage, span))
         except BaseException:
             self._arena.give(span)
             raise
@@ -756,12 +752,6 @@ class HostGradients(Accumulation):
 
     def _copy_to(self, storage: torch.UntypedStorage, span: Span) -> Event:
         return self._lanes.copy_out(storage, span, after=self._device.record_event(timed=False)).done
-
-    def _copy_out(self, streamed: StreamedParameter, made: Tensor, span: Span) -> Event:
-        storage = self._packed(streamed, made)
-        if self._device.takes_notes:
-            self._note_made([made], [storage])
-        return self._fly([storage], storage.nbytes(), partial(self._copy_to, storage, span))
 
     def _make_room(self, num_bytes: int) -> None:
         while self._in_flight and self._in_flight_bytes + num_bytes > self._window_bytes:

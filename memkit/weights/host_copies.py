@@ -111,7 +111,6 @@ def is_streamed(parameter: Tensor) -> bool:
 
 
 def refuse_streamed(model: nn.Module) -> None:
-    """Raise where another LayerOffload streams parameters of a model, or a StateOffload steps them."""
     stepped = {id(own) for optimizer in with_offloaded_states for group in optimizer.param_groups for own in group["params"]}
     for name, parameter in model.named_parameters():
         if id(parameter) in stepped:

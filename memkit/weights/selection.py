@@ -259,7 +259,6 @@ def refuse_replicas(model: nn.Module, train: str) -> None:
 
 
 def refuse_replicated(chunks: Iterable[LayerChunk]) -> None:
-    """Raise if the present forward is one within DistributedDataParallel."""
     # Source: torch.nn.parallel.DistributedDataParallel._inside_ddp_forward.
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return  # without a group of processes there is no such module

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,10 +38,6 @@ from memkit.transfer.lanes import Transfer, lanes_of
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.host_copies import DiskCopies
 from memkit.weights.slots import Slot, SlotRing
-
-if TYPE_CHECKING:
-    from memkit.weights.chunks import LayerChunk
-    from memkit.weights.slots import Slot
 
 
 class StreamedHandle(KeptHandle):

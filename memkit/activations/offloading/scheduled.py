@@ -243,9 +243,11 @@ class Schedule:
         before = self.takes_turns, self.takes_turns_back
         if not self.takes_turns and placement.out and placement.out[-1].done.is_reached():
             self.takes_turns = True
-        if not self.takes_turns_back and self._num_looks < _MOST_LOOKS and placement.has_come_back():
-            self._num_looks += 1
-            self.takes_turns_back = placement.has_come_early()
+        if not self.takes_turns_back and self._num_looks < _MOST_LOOKS:
+            came = [batch for part in placement.back for batch in part if batch.waited is not None]
+            if came and all(batch.done.is_reached() for batch in reversed(came)):  # the last may be of an earlier step
+                self._num_looks += 1
+                self.takes_turns_back = sum(batch.stall_s() for batch in came) <= _MOST_STALL * busy_s_of(came)
         if before != (self.takes_turns, self.takes_turns_back):
             for sized in self.sizes:
                 sized.placed.clear()
@@ -365,18 +367,6 @@ class PlacedCopies:
         made.out = self.out[:num_out]
         made._turns = self._turns
         return made
-
-    def has_come_back(self) -> bool:
-        """Tell whether backwards have waited for fetches, and all are done: the last may be of an earlier step."""
-        came = self._came()
-        return bool(came) and all(batch.done.is_reached() for batch in reversed(came))
-
-    def has_come_early(self) -> bool:
-        came = self._came()
-        return sum(batch.stall_s() for batch in came) <= _MOST_STALL * busy_s_of(came)
-
-    def _came(self) -> list[CopyBatch]:
-        return [batch for part in self.back for batch in part if batch.waited is not None]
 
     def _of(self, values: Sequence[int]) -> list[Piece]:
         return [

@@ -275,10 +275,10 @@ class OffloadWindow:
             assert record.maker is not None
             record.maker.make(record)
 
-    def _follow_backward(self, forward: Forward) -> bool:
+    def _note_request(self, forward: Forward, record: Record) -> None:
         task = torch_private.backward_task()
         if task == -1:
-            return False
+            return
         if forward.task != task:
             if forward.task == -1:
                 self.end_forward(forward, learn=True)
@@ -286,11 +286,6 @@ class OffloadWindow:
             self._take_back(forward, until=None)
             forward.begin_backward(task)
             backwards.on_end(lambda has_failed: None if has_failed else self._end_backward(forward, task))
-        return True
-
-    def _note_request(self, forward: Forward, record: Record) -> None:
-        if not self._follow_backward(forward):
-            return
         forward.requests.append(record.index)
         if record.index in forward.used:
             return
