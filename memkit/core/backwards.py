@@ -1,7 +1,7 @@
 """Which backward is running, when it reaches a tensor, and when it ends.
 
-Autograd numbers its backwards: `torch_private.backward_task()` is the number of the one that runs in this thread, -1 outside of
-one. State of a backward is kept under this number; `on_end` tells its owner of the end.
+State of a backward is kept under its number, `torch_private.backward_task()` (-1 outside of one); `on_end` tells its owner of
+the end.
 
 [Note: backwards that have failed and are not over] If a node of the host's thread fails, `backward()` raises at once, while the
 engine's threads for devices finish the nodes that they have begun, and hooks run beside the caller's next code. So code that

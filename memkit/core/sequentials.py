@@ -1,11 +1,9 @@
 """Spans: neighboring children of a `Sequential`, called as one module.
 
-[Note: spans] A flat `Sequential` has no module between its children and itself. A `SequentialSpan` makes neighbors among the
-children callable as one module: while spans are called, an instance attribute `forward` of the Sequential replaces its class's.
-
-So the hooks of the Sequential and of its children are called as before. Children, entries of the `state_dict` and module names
-stay the same, and a copy runs the forward of its class. A span is a module like any other: it can have hooks, be recomputed,
-and be nested in other spans. If a child was replaced, removed or added since, the forward of the class runs, without spans.
+[Note: spans] A flat `Sequential` has no module between its children and itself. A `SequentialSpan` makes neighbors callable as
+one module, which can have hooks, be recomputed, and be nested in other spans: while spans are called, an instance attribute
+`forward` of the Sequential replaces its class's. Hooks, children, the `state_dict` and module names stay the same, and a copy
+runs the forward of its class. So does the Sequential itself if a child was replaced, removed or added since.
 """
 
 from __future__ import annotations

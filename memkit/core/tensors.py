@@ -1,8 +1,8 @@
 """Bytes of tensors, each storage counted once, and how tensors lie in them.
 
-The unit is the storage (`torch.UntypedStorage`): a view costs nothing of its own, and keeps all of its storage alive. Identity
-is the storage object, never `data_ptr`, because addresses are used again. A tensor may wrap others, as a quantized weight wraps
-integers and scales: these stay the same objects when they get other bytes. A wrapper has none, but says on which device it is.
+The unit is the storage (`torch.UntypedStorage`): a view keeps all of its storage alive. Identity is the storage object, never
+`data_ptr`, because addresses are used again. A tensor may wrap others, as a quantized weight wraps integers and scales: these
+stay the same objects when they get other bytes, and the wrapper says on which device it is.
 """
 
 from __future__ import annotations

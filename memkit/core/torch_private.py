@@ -2,7 +2,7 @@
 
 A name is looked up at its first use (PEP 562), and is a plain global of this module from then on: write
 `torch_private.backward_task()`, and never import a name from here. If torch lacks a name, `MissingTorchNameError` says so, and
-all else goes on. memkit's overrides in torch's classes (`_should_skip_dynamo`, `_unscale_grads_`) are listed here as well.
+all else goes on. memkit's overrides in torch's classes are listed here as well.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """A CPU stand-in for an accelerator on which every missing order between streams shows. It cannot show speed.
 
-- *Late copies.* A copy lands when something waits for it (or, with a seed, at a random legal moment). Until then its
-  destination holds poison, 0xFF, which is NaN in every floating-point format; so do host spans that were freed. A tensor that
-  is gone before its copy landed is an error.
-- *Clocks.* Streams carry vector clocks: recording an event takes a snapshot, waiting joins it. Every storage and every range
-  of host memory knows which streams wrote, read and freed it, and when; an access that is not ordered behind those raises
-  `RaceError`, also where the bytes would have been right by luck.
+A copy lands when something waits for it (or, with a seed, at a random legal moment). Until then its destination holds poison,
+0xFF, which is NaN in every floating-point format; so do host spans that were freed. Streams carry vector clocks: recording an
+event takes a snapshot, waiting joins it. Every storage and every range of host memory knows which streams wrote, read and freed
+it, and when; an access that is not ordered behind those raises `RaceError`, also where the bytes would have been right by luck.
 """
 
 from __future__ import annotations

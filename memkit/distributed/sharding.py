@@ -179,19 +179,16 @@ class HostShards:
     """The layers of one model whose shards are on the host, and their copies to the device.
 
     [Note: ahead of the gather] When FSDP2 begins to gather a layer, that layer's bytes are on their way already: they were put
-    on the lane when it began to gather the one before, so that two chunks at most are on the device beside the gathered layers.
-    The lane starts when the work so far on FSDP2's stream for packing is done, which keeps it one layer ahead of compute. A
-    chunk's memory belongs to the stream that packs. As soon as it is packed, the layer but one behind it has that memory, if
-    its shards lie alike: so a forward makes two buffers, with a view of each shard. They are freed when nothing more is to be
-    brought, before the loss and its gradients take most memory.
+    on the lane when it began to gather the one before, and leave when FSDP2's stream for packing has come so far. A chunk's
+    memory belongs to that stream, and once it is packed, the layer but one behind it has that memory, if its shards lie alike:
+    a forward makes two buffers. They are freed when nothing more is to be brought, before the loss and its gradients take most
+    memory.
 
     [Note: writes to the host's shards] Nothing is brought ahead outside of a forward of the model and of a backward, nor from
     one into the next: the next gather sees an `optimizer.step()`, a `load_state_dict` or a write to `data` in between. At the
-    end of a backward, and of a forward without grad, the host waits for the last copy, so that it reads the former bytes. After
-    a forward with grad the copy is ahead for the sake of the backward; the host waits when states are loaded, or asked for,
-    since `torch.distributed.checkpoint` writes to those. A write to `data` has to wait for the backward, or for the device.
-    Steppers of shards within the backward are asked ahead of each copy, and told of each reduction: see
-    `memkit.optimizers.steppers.ReducedSteps`.
+    end of a backward, and of a forward without grad, the host waits for the last copy. After a forward with grad the copy is
+    ahead for the backward: the host waits when states are loaded or asked for, and a write to `data` has to wait for the
+    backward. Steppers of shards within the backward are asked ahead of each copy (`memkit.optimizers.steppers.ReducedSteps`).
     """
 
     def __init__(self, device: Device, num_shards: int) -> None:

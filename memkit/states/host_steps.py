@@ -58,9 +58,8 @@ _ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)),
 
 
 def take_fingerprint(words: Tensor, scratch: tuple[Tensor, Tensor], found: Tensor) -> None:
-    """Write a fingerprint of some words: a change of any bit changes it, but for one case in 2**64. Each word is added to
-    its place times an odd number and mixed one to one; the results are added up. Source: Steele, Lea, Flood, Fast Splittable
-    Pseudorandom Number Generators (2014), and Stafford's variant 13 of its mixing (SplitMix64)."""
+    """Write a fingerprint of some words: a change of any bit changes it, but for one case in 2**64. Source: Steele, Lea,
+    Flood, Fast Splittable Pseudorandom Number Generators (2014), and Stafford's variant 13 of its mixing (SplitMix64)."""
     mixed, shifted = scratch
     torch.arange(words.numel(), out=mixed, device=mixed.device)
     mixed.mul_(_GOLDEN).add_(words)
@@ -183,9 +182,8 @@ class WayBack:
 class Route:
     """The way of a piece's gradients and parameters to the host, the input of the optimizer's step there, and the way back.
 
-    [Note: a steady step on the host] While the stepping thread runs Python, the cores are idle. So whatever a step shares with
-    the one before is looked up once: which states are numbers, where float32 copies are, and that nothing has to be laid out
-    anew. That holds while `optimizer.state` has the identical tensors, and they lie where the last step has left them.
+    [Note: a steady step on the host] While the stepping thread runs Python, the cores are idle. So what a step shares with the
+    one before is looked up once, as long as `optimizer.state` has the identical tensors, where the last step has left them.
     """
 
     def __init__(
@@ -415,10 +413,10 @@ class HostSteps:
     """Steps pieces on the host, in a thread: Ctrl-C comes before a step or after it, and the caller goes on feeding the device.
 
     [Note: casts on the device] The host's memory bounds a step there, so the thread touches nothing but what the optimizer
-    reads and writes. Where float32 copies are stepped, the device casts gradients to float32 before their copy to the host, and
-    rounds the float32 copies once they are back. Fingerprints, which the device takes after each step and before the next, tell
-    whether the user has written to a parameter. Only where they differ, or where there is none yet, is the parameter itself
-    copied to the host, and the thread compares. Where pieces run ahead it always is, since others come to its slot.
+    reads and writes. Where float32 copies are stepped, the device casts gradients before their copy to the host, and rounds the
+    float32 copies once they are back. Fingerprints, taken on the device after each step and before the next, tell whether the
+    user has written to a parameter. Only where they differ, or where pieces run ahead, is the parameter copied to the host and
+    compared.
     """
 
     def __init__(

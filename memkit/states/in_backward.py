@@ -352,8 +352,8 @@ class LayeredSteps(BackwardSteps):
     """Steps the parameters that a `LayerStepper` hands over, in its slots.
 
     [Note: who does what] `FusedSteps`, a `LayerStepper`, sees when a gradient is complete, puts the parameter to its slot and
-    the gradient to `grad`, has it stepped here, lets the gradient go, and writes the layer back once all of it is stepped. This
-    class steps each parameter with its states, on its own stream. Each outermost backward is a step.
+    the gradient to `grad`, has it stepped here with its states, on a stream of its own, lets the gradient go, and writes the
+    layer back once all of it is stepped. Each outermost backward is a step.
     """
 
     is_whole_step = True

@@ -256,11 +256,8 @@ class StateSlots:
 
 
 class Holds(enum.Enum):
-    """The meaning of a buffer's bytes.
-
-    NOTHING: none. READ: they are on the disk as well, or on their way from there. DIRTY: they are nowhere else, but for a slot.
-    WRITTEN: they are on their way to the disk, or there.
-    """
+    """A buffer's bytes are none (NOTHING), also on the disk or coming from there (READ), nowhere else but perhaps in a slot
+    (DIRTY), or on their way to the disk or there (WRITTEN)."""
 
     NOTHING = enum.auto()
     READ = enum.auto()
@@ -289,12 +286,10 @@ class Buffer:
 class DiskStates:
     """Parts of pieces on a disk, and a few buffers in host memory, each for one part at a time.
 
-    [Note: a part's turn] A part has a buffer from before it is read until its bytes are known to be on the disk again: it comes
-    back from its slot to the same buffer. Buffers are given out in the order of the step, and there are no more slots than
-    buffers, so the part whose turn it is has one, or waits for the write of an earlier part.
-
-    A write goes on in the background. If it fails, the bytes stay in the buffer, and are written again at the next step, or
-    when somebody needs the buffer. If that fails as well, the step is broken off, and nothing is lost.
+    [Note: a part's turn] A part has a buffer from before it is read until its bytes are known to be on the disk again. Buffers
+    are given out in the order of the step, and there are no more slots than buffers, so the part whose turn it is has one, or
+    waits for the write of an earlier part. If a write fails, the bytes stay in the buffer, and are written again at the next
+    step, or when somebody needs the buffer. If that fails as well, the step is broken off, and nothing is lost.
     """
 
     def __init__(self, disk: Disk | None, device: Device, host: HostStates) -> None:

@@ -3,9 +3,9 @@
 FSDP2 with `CPUOffloadPolicy` has parameters, gradients and states in host memory: nothing is moved or copied here.
 
 [Note: who reads shards] FSDP2 copies a layer's gradients to the host only after the layer was gathered, computed with and
-reduced. So behind the event of that copy nobody reads the shards on the device any more, unless the layer is gathered again.
-The copy for a second gather, by prefetch in another order, waits for the step (`before_read`); computing with it is refused.
-The thread waits for shards that were copied to the device and not gathered (`ReducedLayer.last_read`).
+reduced. So behind the event of that copy nobody reads the shards on the device any more, unless the layer is gathered again:
+that copy waits for the step (`before_read`), and computing with it is refused. The thread waits for shards that were copied to
+the device and not gathered (`ReducedLayer.last_read`).
 """
 
 from __future__ import annotations

@@ -240,9 +240,8 @@ class ForwardOverlap:
     reads is held here until its memory's stream has waited for the step.
 
     [Note: all at once] All steps on the device are issued before `step()` returns. Issued by the hooks of the forward, a piece
-    would be stepped under the forward's modes (autocast, a transform of `torch.func`, a captured graph), draw its random
-    numbers between the forward's, and overwrite what a scheduler has set since; a failure would be raised when nobody can step
-    again, and the link would idle until the forward begins. A thread beside the forward has most of these problems too.
+    would be stepped under the forward's modes, draw its random numbers between the forward's, overwrite what a scheduler has
+    set since, and fail when nobody can step again; and the link would idle until the forward begins.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, *, in_order: bool) -> None:

@@ -509,13 +509,12 @@ class Arena:
     finds the same places again. The arena holds at most 1.05 times the most that was ever in use, or 1 GiB; only `reserve` goes
     beyond. Where gaps are too small for that, it scatters a span over the largest of them.
 
-    [Note: interrupted arena] See [Note: interrupts] in `memkit.core.interrupts`. The segments and the spans are the truth: the
-    call after one that was broken off derives the gaps and sums from them, and frees the spans that no caller got. For this, a
-    segment is noted before it is pinned and until it is unpinned, and a last use before its span is free. An interrupt while a
-    call gives the lock back may lose its result: the owner of the spans then mends by `give_all`.
+    [Note: interrupted arena] The segments and the spans are the truth: the call after one that was broken off derives the gaps
+    and sums from them, and frees the spans that no caller got. For this, a segment is noted before it is pinned and until it is
+    unpinned, and a last use before its span is free. See [Note: interrupts] in `memkit.core.interrupts`.
 
-    `limit_bytes` is the most to hold; the container's limits and the machine's available memory count as well. With `must_pin`,
-    the arena raises if the system does not pin memory. Else `refusal` says so, and all later memory is not pinned.
+    `limit_bytes` is the most to hold. With `must_pin`, the arena raises if the system does not pin memory. Else `refusal` says
+    so, and all later memory is not pinned.
     """
 
     def __init__(self, device: Device, *, limit_bytes: int | None = None, must_pin: bool = True) -> None:

@@ -105,18 +105,17 @@ class Prefetcher(Protocol):
 class Lanes:
     """One queue from a device to the host and one back, for all copies of memkit.
 
-    A copy waits for the events that it is given, and nothing waits for it by itself. The caller keeps the storage alive until
-    the stream that the storage goes back to has waited for `Transfer.done`.
+    A copy waits for the events that it is given. The caller keeps the storage alive until the stream that it goes back to has
+    waited for `Transfer.done`.
 
-    [Note: one queue for all] Copies on a lane run in order, and several prefetchers bring weights and activations back. A
-    backward needs tensors in the reverse order of the forward's uses. So in the forward, whatever will be needed again takes a
-    number from one counter (`next_use`), its `use_order`, and the highest is fetched first: a prefetcher asks `bring_sooner`
-    before each copy, and stops there if another has yet to bring something that is needed sooner.
+    [Note: one queue for all] Several prefetchers bring weights and activations back, and a backward needs tensors in the
+    reverse order of the forward's uses. So in the forward, whatever will be needed again takes a number from one counter
+    (`next_use`), its `use_order`, and the highest is fetched first: a prefetcher asks `bring_sooner` before each copy, and
+    stops there if another has yet to bring something that is needed sooner.
 
     [Note: copies by turns] Any other copy to the host, as by `item()`, waits behind all copies of a stream that are ready to
-    go: on an H200, 2 GiB of them hold up an `item()` for 38 ms. The same holds for copies to the device of more than a KiB,
-    such as FSDP2's. If copies alternate between two streams, each waiting for the one before, CUDA goes on to other streams in
-    between: with pieces of 16 MiB it is 0.04 ms. But copies are then slower by 1 to 3 %. So a schedule puts its copies on
+    go: on an H200, 38 ms behind 2 GiB; so do FSDP2's copies to the device. If copies of 16 MiB alternate between two streams,
+    each waiting for the one before, it is 0.04 ms, but they are slower by 1 to 3 %. So a schedule puts its copies on
     `out_by_turns` once they have ended before the forward did, and those back on `back_by_turns` once a backward has hardly
     waited for them.
     """

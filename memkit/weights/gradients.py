@@ -7,22 +7,22 @@ until all others have come; if some do not, until the backward is over.
 
 [Note: gradients from the host] Code outside of a layer that computes with its parameters has their host copies, so the engine
 adds their gradients in its thread for the host, to the `grad` that its thread for the device adds to. Such a backward is
-refused: first all hooks refuse further gradients; then a backward within this one has the device's thread come to the end of
-its node (see [Note: backwards that have failed and are not over]); then the backward is ended as a failed one.
+refused: all hooks refuse further gradients; a backward within this one has the device's thread come to the end of its node (see
+[Note: backwards that have failed and are not over]); then the backward is ended as a failed one.
 
-While a backward runs, the engine adds to `Parameter.grad` on the device. So an earlier `grad` is set aside, each new one is
-taken away, and only behind the backward `grad` becomes their sum, on the host.
+While a backward runs, an earlier `grad` is set aside, each new one is taken away from the device, and only behind the backward
+`grad` becomes their sum, on the host.
 
 [Note: gradients by the layer] One layer at a time is *open* in a backward: from when the backward reaches it until it reaches
-the next one, or ends. Then the `grad` of each of its parameters is set aside, and when the layer is closed, all its gradients
-are taken at once: they are complete, since the engine runs the nodes of a later forward first. In exceptions (branches, a
-checkpoint with a backward of its own, an output that does not lead to the loss) a gradient comes while another layer is open,
-or none. A hook on each parameter sees this before the gradient is added, and opens the layer.
+the next one, or ends. When it is closed, all its gradients are taken at once: they are complete, since the engine runs the
+nodes of a later forward first. In exceptions (branches, a checkpoint with a backward of its own, an output that does not lead
+to the loss) a gradient comes while another layer is open, or none: a hook on each parameter sees this before it is added, and
+opens the layer.
 
 Where several graphs over the layer are alive, a gradient is complete once it has come from each of them. A call of the layer
 whose outputs have a graph counts for as long as that graph is alive; any other call for as long as each of its nodes. A graph
-may outlive the nodes of all outputs, while a tensor computed inside leads to the loss. So once a layer has been called again
-before a backward has reached its last call, the nodes of all its later calls count.
+may outlive the nodes of all outputs, so once a layer has been called again before a backward has reached its last call, the
+nodes of all its later calls count.
 """
 
 from __future__ import annotations
