@@ -173,7 +173,6 @@ class Around:
         own = vars(module).get(place)  # read once: another thread may put something there, or take it off
         self.code: Code = getattr(module, place) if own is None else own
         self._is_own = own is not None
-        """Whether the instance, not the class, had the attribute."""
         self._run: Run | None = run
         """None after the removal, since another wrapper may still call this one."""
 

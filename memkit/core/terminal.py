@@ -115,7 +115,6 @@ def _with_short_cells(columns: Sequence[TextColumn], over: int, shortest: int) -
 
 
 STDOUT = Path("-")
-"""As a file name, standard output. Nothing else is written there then."""
 
 
 def check_writable(path: Path | None) -> None:

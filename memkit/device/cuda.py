@@ -16,7 +16,6 @@ from memkit.device.base import CopyBatch, Device, Event, MemoryCounter, Piece, S
 from memkit.errors import DeviceUnavailableError, HostMemoryError
 
 _CYCLES_PER_S = 1.8e9
-"""Roughly a GPU's clock."""
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context, whichever made it
 
 

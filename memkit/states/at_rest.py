@@ -250,18 +250,15 @@ class StatesAtRest:
                 ((_, found),) = self._disk.read([piece])
             except DiskError as error:
                 if is_again:
-                    self._let_go_of(piece, error)
+                    warn_user(
+                        f"StateOffload: the states of {piece.names} can't be read from the disk any more, and are lost: "
+                        f"{error} The optimizer begins anew for them; load a checkpoint to go on as before"
+                    )
+                    for record in piece.records:
+                        self._optimizer.state.pop(record.parameter, None)
             else:
                 return found
         return rows
-
-    def _let_go_of(self, piece: Piece, error: DiskError) -> None:
-        warn_user(
-            f"StateOffload: the states of {piece.names} can't be read from the disk any more, and are lost: {error} The "
-            "optimizer begins anew for them; load a checkpoint to go on as before"
-        )
-        for record in piece.records:
-            self._optimizer.state.pop(record.parameter, None)
 
 
 def lacks_master(record: StateRecord, entries: Mapping[Any, Any] | None) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
-from operator import is_
 from threading import Event
 from typing import Any
 
@@ -30,6 +29,7 @@ from memkit.states.packing import (
     MASTER,
     PackedTensor,
     are_one,
+    are_same,
     copy_state,
     follow,
     local_gradient,
@@ -316,7 +316,7 @@ class Route:
     def take(self, layout: Layout | None, known: Mapping[Any, Any]) -> None:
         """Point the stand-ins at float32 copies, gradients and states. Parameters are still being copied: see `follow`."""
         rows = [dict(known.get(record.parameter) or ()) for record in self._records]
-        if layout is not None and layout is self._layout and all(map(_are_same, rows, self.rows)):
+        if layout is not None and layout is self._layout and all(map(are_same, rows, self.rows)):
             for value, before in self.before:
                 before.copy_(value)
         else:
@@ -367,7 +367,7 @@ class Route:
             self.stand_ins, self._masters, self.host_parameters, self._entries, strict=True
         ):
             place = parameter if master is None else master
-            if key.data_ptr() != place.data_ptr() or not _are_same(self.state.get(key, {}), entries):
+            if key.data_ptr() != place.data_ptr() or not are_same(self.state.get(key, {}), entries):
                 return False
         return True
 
@@ -394,10 +394,6 @@ class Route:
 
 def _words(storage: torch.UntypedStorage, start: int, num_words: int) -> Tensor:
     return tensor_over(storage, torch.int64, offset=start // WORD_BYTES, size=(num_words,), stride=(1,))
-
-
-def _are_same(one: Entries, other: Entries) -> bool:
-    return len(one) == len(other) and all(map(is_, one.values(), other.values())) and [*one] == [*other]
 
 
 def lie_as(leaving: Mapping[Any, Any], host: Mapping[str, Any]) -> bool:

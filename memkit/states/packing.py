@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -135,6 +136,10 @@ def is_number(value: object) -> bool:
 
 def is_number_on_host(value: object) -> bool:
     return type(value) is Tensor and not value.dim() and value.device.type == "cpu"
+
+
+def are_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one.values(), other.values())) and [*one] == [*other]
 
 
 def are_same_number(one: Any, other: Any) -> bool:

@@ -28,6 +28,7 @@ from memkit.errors import StateOffloadError, warn_user
 from memkit.optimizers.steppers import ReducedLayer
 from memkit.states.asked import host_layers_of, refuse_gradients, weakly
 from memkit.states.one_step import OneStep
+from memkit.states.packing import are_same
 from memkit.states.pieces import (
     Accumulating,
     ConsumedGradient,
@@ -205,7 +206,7 @@ class ShardSteps(Accumulating):
                 consumed = {key: ConsumedGradient.of(key) for key in known}
             self.host_step_s += time.perf_counter() - begin_s
             for key, entries in known.items():
-                if key in state and not _are_same(entries, state[key]):
+                if key in state and (entries is None or not are_same(entries, state[key])):
                     optimizer.state[key] = state[key]
             for leave in run.leave(written):
                 leave()
@@ -307,9 +308,3 @@ class ShardSteps(Accumulating):
 def _versions(known: dict[Tensor, dict[Any, Any] | None]) -> list[int]:
     tensors = [value for entries in known.values() for value in (entries or {}).values() if isinstance(value, Tensor)]
     return [version_of(tensor) for tensor in (*known, *tensors)]
-
-
-def _are_same(entries: dict[Any, Any] | None, made: dict[Any, Any]) -> bool:
-    if entries is None or entries.keys() != made.keys():
-        return False
-    return all(value is made[name] for name, value in entries.items())

@@ -110,7 +110,7 @@ def try_out(
     if not groups:
         return {}, False
     name = type(optimizer).__name__
-    draws = has_generators(optimizer)
+    draws, other, kept = has_generators(optimizer), None, None
     try:
         with _seeding(torch_device) as seed, torch.inference_mode(False), torch.no_grad():
             is_lazy = makes_states_in_steps(optimizer, groups, torch_device, master)
@@ -127,24 +127,26 @@ def try_out(
                 draws = seed(step) or draws
                 other = apart.step_each(leaves_out=is_last) or whole.differs_from(apart)
                 if other is not None:
-                    raise _WithoutGradientError(other) if is_last else _NotSeparableError(other)
-            whole.step_none()
-        kept = kept_states(optimizer, master=master)
-    except _WithoutGradientError as error:
-        raise ValueError(
-            f"StateOffload steps parameters that have a gradient, and {name} does something with those that have none: they "
-            f"gave another {error}. Use an optimizer that leaves these out"
-        ) from None
-    except _NotSeparableError as error:
-        raise ValueError(
-            f"StateOffload steps parameters in pieces, and {name} is not separable: stepped one by one, small tensors gave "
-            f"another {error} than stepped together. Use an optimizer that steps each parameter by its own gradient"
-        ) from None
+                    break
+            if other is None:
+                whole.step_none()
+        if other is None:
+            kept = kept_states(optimizer, master=master)
     except Exception as error:
         raise ValueError(
             f"StateOffload tried a step of {name} with two small tensors per group, to see what it keeps. It failed: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if kept is None and is_last:
+        raise ValueError(
+            f"StateOffload steps parameters that have a gradient, and {name} does something with those that have none: they "
+            f"gave another {other}. Use an optimizer that leaves these out"
+        )
+    if kept is None:
+        raise ValueError(
+            f"StateOffload steps parameters in pieces, and {name} is not separable: stepped one by one, small tensors gave "
+            f"another {other} than stepped together. Use an optimizer that steps each parameter by its own gradient"
+        )
     return kept.of, draws or kept.draws
 
 
@@ -171,14 +173,6 @@ def groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         seen |= dtypes
     chosen = {id(group) for group in [*new, *[group for group in others if group["params"]][: max(0, _MOST_GROUPS - len(new))]]}
     return [group for group in optimizer.param_groups if id(group) in chosen]
-
-
-class _NotSeparableError(Exception):
-    """Says what differs."""
-
-
-class _WithoutGradientError(Exception):
-    """Says what differs where a parameter has no gradient."""
 
 
 class Trial:

@@ -319,7 +319,6 @@ def shares(num_bytes: int) -> list[int]:
 CHUNK_BYTES = 16 * 2**20
 """Size of a buffer: one is filled while another is on its way, and far fewer bytes reach the link's full speed."""
 NUM_BUFFERS = 4
-"""Two in each direction."""
 
 
 class PromisedEvent(Event):
@@ -520,7 +519,6 @@ class Arena:
     def __init__(self, device: Device, *, limit_bytes: int | None = None, must_pin: bool = True) -> None:
         self.limit_bytes = limit_bytes
         self.refusal: str | None = None
-        """Says what the system did not pin, the cost, and what to do."""
         self.peak_in_use_bytes = 0
         self._device = device
         self._lock = threading.RLock()  # the threads that pin never take it: its holder may wait for them

@@ -264,7 +264,6 @@ class LayerChunk:
         self.module = module
         self.position = position
         self.span: Span | None = None
-        """The memory of the host copy. None if that is on a disk."""
         self.mapped: memoryview | None = None
         self.is_on_host = False
         """Whether the host copies are in the span, and parameters may be those."""

@@ -86,7 +86,6 @@ class Forwards(NotCopied):
         self._timing: StepTiming | None = None
         self._streamer: Streamer
         self._saved_hooks: WeightHooks
-        """Used where no other saved-tensor hooks are set."""
         self._gradients: Accumulation | None = None
 
     def watch(self, streamer: Streamer, gradients: Accumulation | None) -> None:
@@ -308,7 +307,6 @@ class Forwards(NotCopied):
 class _LayerForwards:
     chunk: LayerChunk
     inner_hooks: InnerHooks
-    """On modules in the layer. They are set aside while it runs."""
     is_followed: bool = False
     """Whether the last call's output has a graph, so that its backward is seen."""
 

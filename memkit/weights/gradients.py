@@ -166,7 +166,6 @@ class Accumulation(ABC):
 
 
 def accumulating_node(parameter: Tensor, *, has_modes: bool) -> Any:
-    """Return the `AccumulateGrad` node of a parameter: a new one if no live graph has used the parameter as it is now."""
     if not has_modes:
         return get_gradient_edge(parameter).node
     with torch.enable_grad(), torch_private.without_dispatch_modes():
@@ -366,7 +365,6 @@ class HostGradients(Accumulation):
         self._rest, self._others, self._arena = rest, others, arena
         self._lanes = lanes_of(device)
         self._buffers: dict[StreamedParameter, list[GradientBuffer]] = {}
-        """More than one where the caller keeps gradients of earlier steps."""
         self._before: dict[StreamedParameter, Tensor] = {}
         self._totals: dict[StreamedParameter, Tensor] = {}
         """That, plus all gradients that were sent to the host."""

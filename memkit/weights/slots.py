@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import count
+from itertools import accumulate, count
 
 import torch
 from torch import Tensor
@@ -52,17 +52,14 @@ class Slot:
 
     @property
     def is_idle(self) -> bool:
-        return not self.is_dirty and (self.chunk is None or not self.chunk.uses) and not self.is_held
+        is_held = torch_private.num_storage_users(self.key) > 1 + len(self.tensors)
+        return not self.is_dirty and (self.chunk is None or not self.chunk.uses) and not is_held
 
     @property
     def is_dirty(self) -> bool:
         """Whether it has, or is about to have, newer weights than the host copy, not copied back yet."""
         chunk = self.chunk
         return chunk is not None and chunk.slot is self and chunk.residency is Residency.DIRTY
-
-    @property
-    def is_held(self) -> bool:
-        return torch_private.num_storage_users(self.key) > 1 + len(self.tensors)
 
     def holds(self, chunk: LayerChunk) -> bool:
         state = chunk.num_changes, *chunk.binding.versions()
@@ -91,13 +88,6 @@ class Slot:
             else:
                 deque(chunk.binding.set_data(known[1]), maxlen=0)
 
-    def _cut_as(self, span: Span) -> tuple[Tensor, ...]:
-        parts, start = list[Tensor](), 0
-        for piece in span.pieces:
-            parts.append(self.view(Geometry(piece.size(), (1,), start, torch.uint8, False, False)))
-            start += len(piece)
-        return tuple(parts)
-
     def fill(self, chunk: LayerChunk, span: Span, lanes: Lanes, log: list[Transfer] | None = None) -> Event:
         """Copy a layer's bytes here, behind all uses of the slot, log that, and evict the former layer. Return an event."""
         there = self.chunk
@@ -113,7 +103,9 @@ class Slot:
             after.append(chunk.written)
         known = self._parts.get(chunk)
         if known is None or known[0] is not span:
-            known = self._parts[chunk] = span, self._cut_as(span)
+            cut = zip(accumulate(map(len, span.pieces), initial=0), span.pieces, strict=False)
+            parts = (self.view(Geometry(piece.size(), (1,), start, torch.uint8, False, False)) for start, piece in cut)
+            known = self._parts[chunk] = span, tuple(parts)
         assert chunk.residency in _FETCHED, chunk.residency
         chunk.residency = Residency.IN_FLIGHT
         self.chunk, self._has_unknown, self.is_ready = None, True, False

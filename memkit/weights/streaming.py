@@ -277,7 +277,6 @@ class Streamer:
         self.stalls = Stalls(0.0 for _ in self.chunks)
         self.transfers: list[Transfer] | None = None
         self.handles: weakref.WeakSet[StreamedHandle] | None = None
-        """Saved tensors in slots, while somebody asks whether a graph is alive."""
         self.h2d_bytes = 0
         self.num_fetches = 0
         self.num_demand_fetches = 0

@@ -44,7 +44,6 @@ _MOST_LOOKS = 3
 _MAX_PLACES = 4
 _MOST_SIZES = 64
 _MOST_STALL = 1 / 20
-"""A backward hardly waited for its copies if it waited for at most this share of their time."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -143,7 +142,6 @@ class Schedule:
         self.behind = [self._behind(part.back) for part in parts]
         """For each fetched batch of each backward, the last moved batch with one of its values."""
         self.takes_turns = self.takes_turns_back = False
-        """Copies to the host, and copies to the device, take turns on two streams."""
         self._num_looks = 0
         self.sizes: list[Sized] = []
         self.most_host_bytes = 0
