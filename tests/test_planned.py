@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from memkit.plan import DTRScore, RematPlanner, remat
-from memkit.plan.budget.planning import least_budget, plan_budget_jointly
+from memkit.plan import DTRScore, JointPlanner, RematPlanner, remat
 from memkit.plan.budget.problem import make_problem
 from tests import planned
-from tests.plan.budget.steps import gpu, random_trace
+from tests.plan.budget.steps import gpu, plan_budget_jointly, random_trace
 from tests.plan.reference import random_step
 from tests.plan.test_regions import ON_HOST, random_tree
 
@@ -72,7 +71,7 @@ def _plans() -> list[object]:
             found += [remat.best(share * step.saved_bytes) for share in (0.3, 0.7)]
             found += random_tree(seed).planner(ON_HOST).choices()
             problem = make_problem(random_trace(seed, 8), gpu())
-            found.append(plan_budget_jointly(problem, least_budget(problem)))
+            found.append(plan_budget_jointly(problem, JointPlanner(problem).least().peak_bytes))
     return found
 
 

@@ -202,7 +202,7 @@ def checkpointed_each(modules: Sequence[nn.Module], *, kept_ops: Sequence[Any] =
         options["context_fn"] = partial(create_selective_checkpoint_contexts, list(kept_ops))
     own = [module.__dict__.get("forward") for module in modules]  # a compiled one, for instance
     for module in modules:
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False, **options)
+        module.forward = partial(_checkpointed_call, module.forward, options)
     try:
         yield
     finally:
@@ -211,6 +211,12 @@ def checkpointed_each(modules: Sequence[nn.Module], *, kept_ops: Sequence[Any] =
                 del module.forward
             else:
                 module.forward = forward
+
+
+def _checkpointed_call(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Lists are copied: torchvision's DenseNet adds to what it has called a layer with."""
+    args = tuple([*each] if isinstance(each, list) else each for each in args)
+    return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
 
 def checkpointing(model: nn.Module) -> dict[str, Engine]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from memkit.core.calls import Calls, Ending
 from memkit.core.features import attached_to, note_attached, note_detached
 from memkit.core.hooks import HookSet
 from memkit.core.tensors import unique_storages
-from memkit.errors import note_on, users_line
+from memkit.errors import users_line
 
 _MOST_NAMES = 3
 
@@ -68,11 +66,8 @@ class Unused:
         )
 
 
-def _end(leave: Callable[..., None], note: str, ending: Ending) -> None:
-    """Leave a context as the call around which it was entered has ended; `note` goes to an error about tensors without data."""
-    error = sys.exc_info()[1] if ending is Ending.RAISED else None
-    if note and isinstance(error, Exception) and "meta" in str(error):
-        note_on(error, note)
+def _end(leave: Callable[..., None], ending: Ending) -> None:
+    """Leave a context as the call around which it was entered has ended."""
     leave(None if ending is Ending.RETURNED else BaseException, None, None)
 
 
@@ -91,8 +86,6 @@ class Attachment:
         self._hooks = HookSet()
         self._unused: Unused | None = Unused(model, f'attach (tag "{context.tag}")' if context.tag else "attach")
         """None once the module has run."""
-        self._looks_ahead: int | None = None
-        """The thread that runs the module ahead, while one does."""
         try:
             self._hooks.around_forward(model, before=self._before, after=self._after, with_kwargs=True, is_copied=False)
             for other in attached_to(model):
@@ -133,25 +126,17 @@ class Attachment:
             self._unused = None
 
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._looks_ahead == threading.get_ident():
-            return
-        note, call = "", self._running.begin(model, depth=2)  # first: the other hook runs even if entering raises
+        call = self._running.begin(model, depth=2)  # first: the other hook runs even if entering raises
         if self._unused is not None and torch.is_grad_enabled():
             self._end_unused()
-            self._looks_ahead = threading.get_ident()
-            try:
-                note = self.context.foresee(model, args, kwargs)
-            finally:
-                self._looks_ahead = None
         context = self.context.again()
         if context.asks_for_shapes:
             context.shapes = shapes_of(args, kwargs)
-        call.end = functools.partial(_end, context.__exit__, note)  # held as long as the call is
+        call.end = functools.partial(_end, context.__exit__)  # held as long as the call is
         context.enter_with(_resident(model, args, kwargs) if context.asks_what_is_resident else {})
 
     def _after(self, model: nn.Module, *_: Any) -> None:
-        if self._looks_ahead != threading.get_ident():
-            self._running.end(model, depth=2)
+        self._running.end(model, depth=2)
 
 
 def _resident(model: nn.Module, args: Any, kwargs: Any) -> dict[int, weakref.ref[torch.UntypedStorage]]:

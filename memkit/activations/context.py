@@ -90,10 +90,6 @@ class ForwardContext(Exclusive):
     def attached_to(self, model: nn.Module) -> ForwardContext:
         return self
 
-    def foresee(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Before a module's first call with gradients, run it without data if useful. Return a note for its error."""
-        return ""
-
     def enter_with(self: _Context, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> _Context:
         """Enter; others hold the storages in `resident` in any case, by key (`core.tensors.storage_key`)."""
         end_left()

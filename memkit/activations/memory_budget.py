@@ -12,10 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from memkit.activations.budgeting.limits import Limits
-from memkit.activations.budgeting.meter import Foresight
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.context import RecordedContext
 from memkit.activations.recomputing.budget import recorded_alone
@@ -23,7 +21,6 @@ from memkit.activations.saved.entry import Entry, entries_around, stop_recording
 from memkit.activations.saved.settled import Way
 from memkit.activations.stats import report_from
 from memkit.core import torch_private
-from memkit.core.compiled import compiled_in
 from memkit.core.features import refuse_in_profile
 from memkit.core.interrupts import Block
 from memkit.core.sizes import check_bytes, format_bytes
@@ -31,16 +28,11 @@ from memkit.core.torch_state import in_dual_level
 from memkit.device import Device, open_device
 from memkit.plan import MemoryPlan, Plan
 from memkit.plan.asked import budget_or_share
-from memkit.profile import find_report
 from memkit.recording.borders import mark_sharded
 from memkit.recording.ops import names_of_ops, op_kinds
 
 _LOGGER = logging.getLogger(__name__)
 _LIMITS = ("allocated", "reserved")
-_RAN_AHEAD = (
-    "memkit: the module ran without data ahead of its first step, and what it keeps outside of modules, as in a global cache, "
-    "may be of that run: MemoryBudget(..., look_ahead=False) leaves it out"
-)
 
 
 class MemoryBudget(RecordedContext):
@@ -51,12 +43,12 @@ class MemoryBudget(RecordedContext):
     Gradients
     are those of the plain run, bit for bit, wherever its ops are deterministic.
 
-    The first two steps under a tag are held to the budget as they go, by recomputing, and by moving what can't be recomputed. A
-    module that it is attached to runs without data before the first. The second step is measured: what each op takes, and the
-    bytes on the device at each op of the forward and between the requests of the backward. Then a plan is made, once for each
-    sequence of ops, which takes a few seconds at most, and is followed from then on. If a step takes more than the budget, the
-    plan is made again, at most three times. If everything fits, nothing is moved and nothing is recomputed. Steps of other
-    sizes are not recorded: their layers are recomputed as a whole, but for as many as the budget leaves room for.
+    The first two steps under a tag are held to the budget as they go: where room gets short, modules whose calls have ended
+    are recomputed, layer by layer, and what can't be recomputed moves. The second step is measured: what each op takes, and
+    the bytes on the device at each op of the forward and between the requests of the backward. Then a plan is made, once for
+    each sequence of ops, which takes a few seconds at most, and is followed from then on. If a step takes more than the
+    budget, the plan is made again, at most three times. If everything fits, nothing is moved and nothing is recomputed. Steps
+    of other sizes are not recorded: their layers are recomputed as a whole, but for as many as the budget leaves room for.
 
     Args:
         budget: the device budget, the most bytes that this process allocates on the device at once: text such as "12GiB", an
@@ -71,8 +63,6 @@ class MemoryBudget(RecordedContext):
         strict: raise if the budget can't be kept to, instead of warning.
         device: whose memory it is, such as "cuda:1"; by default the first device that saves anything.
         pure_ops: see `Rematerialize`.
-        look_ahead: whether a module that it is attached to runs without data, with its hooks, before its first step. Pass False
-            for one that keeps tensors in a global cache.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -113,7 +103,6 @@ class MemoryBudget(RecordedContext):
         strict: bool = False,
         device: str | torch.device | Device | None = None,
         pure_ops: Iterable[Any] = (),
-        look_ahead: bool = True,
     ) -> None:
         torch_private.require(torch_private.Feature.REMAT)
         torch_private.require(torch_private.Feature.OFFLOAD)
@@ -125,12 +114,10 @@ class MemoryBudget(RecordedContext):
             raise ValueError(f'limit is "allocated" or "reserved"; found {limit!r}')
         if plan is not None and not isinstance(plan, MemoryPlan):
             raise TypeError(f"plan is a MemoryPlan, as MemoryBudget.plan is; found {type(plan).__name__}")
-        for name, flag in {"strict": strict, "look_ahead": look_ahead}.items():
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} is True or False; found {flag!r}")
+        if not isinstance(strict, bool):
+            raise TypeError(f"strict is True or False; found {strict!r}")
         self.budget = budget_or_share(budget)
         self.tag = tag
-        self._looks_ahead = look_ahead
         self._limits = Limits(
             budget=self.budget,
             is_of_reserved=limit == "reserved",
@@ -142,15 +129,13 @@ class MemoryBudget(RecordedContext):
         self._device = None if device is None else open_device(device)
         self._options = recorded_alone(self._limits.min_bytes, self._device, op_kinds(names_of_ops(pure_ops)))
 
-    def told(self, *, optimizer: torch.optim.Optimizer | None = None, look_ahead: bool = True) -> MemoryBudget:
+    def told(self, *, optimizer: torch.optim.Optimizer | None = None) -> MemoryBudget:
         """Return a budget that does the same, with facts from a training loop. The user's arguments precede these.
 
         Args:
             optimizer: as in `MemoryBudget`, for a budget that was given none.
-            look_ahead: False for a module that must not run without data.
         """
         made = self.again()
-        made._looks_ahead &= look_ahead
         if optimizer is not None and made._limits.optimizer is None:
             made._limits = replace(made._limits, optimizer=weakref.ref(optimizer))
         return made
@@ -201,29 +186,6 @@ class MemoryBudget(RecordedContext):
     def _check_place(self) -> None:
         self._refuse_in_capture()
         self._refuse_in_checkpoint(": a budget needs none")
-
-    def foresee(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Run a step of the module without data if nothing is known under the tag, so that the first keeps to the budget."""
-        self._check_place()
-        found = next((parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"), None)
-        device = self._device or (None if found is None else open_device(found))
-        report, limits = find_report(self.tag), self._limits
-        is_told = limits.plan is not None or (report is not None and report.trace is not None)
-        is_known = is_told or isinstance(self.budget, float) or not self._looks_ahead
-        if is_known or device is None or device.memory_counter() is None:
-            return ""
-        state = budget_states.open(self.tag)
-        if len(state.traces) or next(compiled_in(model), None) is not None:
-            return ""  # it is known already, or compiled code saves other tensors than its ops
-        from memkit.profile.tracker import trace_ahead  # imported here, since its imports are many
-
-        target = device.torch_device.type
-        try:
-            trace = trace_ahead(model, args, kwargs, target=target, min_bytes=limits.min_bytes)
-            state.foreseen = Foresight(trace, is_whole=False)
-        except Exception as error:  # it cannot run without data, or not at all: the real call tells
-            _LOGGER.info("%s: nothing is known ahead of the first step: %s", self._title, error)
-        return _RAN_AHEAD
 
     @property
     def plan(self) -> MemoryPlan | None:

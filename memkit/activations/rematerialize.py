@@ -40,11 +40,12 @@ class Rematerialize(RecordedContext):
     of the forward are recorded, and those that lead to a dropped tensor run again when the backward asks for it. Side effects
     don't happen twice: running statistics, random number generators and buffers are as in the plain run.
 
-    The first step under a tag is held to the budget as it goes, by the score of dynamic tensor rematerialization. From the
-    second on a plan is followed, which is made once for each sequence of ops. The score takes over again in a step that goes
-    another way. From the fourth step on nothing is recorded if nothing is dropped, or if calls of modules are recomputed as a
-    whole, which costs the host less. A step of another size than those recorded is not recorded either: its layers are
-    recomputed as a whole, as many as the size asks for.
+    The first step under a tag is held to the budget as it goes: what modules have saved whose calls have ended is dropped
+    first, then single values by the score of dynamic tensor rematerialization. From the second on a plan is followed, which
+    is made once for each sequence of ops. A step that goes another way is held to the budget as the first. From the fourth
+    step on nothing is recorded if nothing is dropped, or if calls of modules are recomputed as a whole, which costs the host
+    less. A step of another size than those recorded is not recorded either: its layers are recomputed as a whole, as many as
+    the size asks for.
 
     Args:
         budget: the saved-tensor budget, what saved tensors and the temporaries of replays may take on the device: bytes, text

@@ -22,11 +22,9 @@ DTYPES = {
     "bool": "bool",
     **dict.fromkeys(("complex64", "c64"), "complex64"),
 }
-"""Common names of dtypes, and torch's names."""
 
 
-Input = tuple[str, tuple[int, ...], str | None]
-"""An input: its keyword or "", its shape, and torch's name of its requested dtype, if any."""
+Input = tuple[str, tuple[int, ...], str | None]  # its keyword or "", its shape, and torch's name of its dtype
 
 
 def input_of(text: str) -> Input:

@@ -27,7 +27,7 @@ _logger = logging.getLogger("memkit.cli.main")
 
 
 def profile(options: argparse.Namespace) -> None:
-    _check_files(options)
+    _check_files(options.json, plotly=options.html)
     said_as("--optimizer", lambda: check_optimizer(options.optimizer))
     gpu = None if options.gpu is None else said_as("--gpu", lambda: find_gpu(options.gpu))
     said_as("--fit", lambda: check_fit(options.fit, gpu))
@@ -42,7 +42,7 @@ def profile(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    _check_files(options)
+    _check_files(options.json, plotly=options.html)
     report = MemoryReport.from_json(options.report)
     if options.after is not None:
         if any((options.json, options.html, options.peak, options.fit, options.gpu)):
@@ -55,11 +55,6 @@ def show(options: argparse.Namespace) -> None:
     _write(report, options)
 
 
-def _check_files(options: argparse.Namespace) -> None:
-    check_writable(options.json)
-    _check_picture(options.html, "plotly", "--html")
-
-
 def _write(report: MemoryReport, options: argparse.Namespace) -> None:
     if options.json is not None:
         write_text(options.json, report.to_json())
@@ -67,7 +62,7 @@ def _write(report: MemoryReport, options: argparse.Namespace) -> None:
         report.to_html(options.html)
     width = terminal_width()
     if options.json != STDOUT and options.peak:
-        top = _MOST_AT_PEAK if options.top is None else options.top
+        top = 20 if options.top is None else options.top
         print(report.peak_to_text(depth=options.depth, top=None if options.full else top, full=options.full, width=width))
         print("", wrapped(report.in_words(), width), sep="\n")
     elif options.json != STDOUT:
@@ -79,9 +74,7 @@ def plan(options: argparse.Namespace) -> None:
         raise UsageError("--html draws the step of the whole model: leave out --html or --ranks")
     if options.offload_params and options.ranks is None:
         raise UsageError("--offload-params says where the shards of --ranks N are: add that, or leave it out")
-    check_writable(options.json)
-    _check_picture(options.plot, "matplotlib", "--plot")
-    _check_picture(options.html, "plotly", "--html")
+    _check_files(options.json, matplotlib=options.plot, plotly=options.html)
     said_as("--optimizer", lambda: check_optimizer(options.optimizer))
     plan_command.plan(options)
 
@@ -90,7 +83,12 @@ def bench_machine(options: argparse.Namespace) -> None:
     if options.save is not None:
         check_writable(options.save)
     device = said_as(
-        "--device", lambda: ReferenceDevice() if options.device == "cpu" else open_device(options.device, advice=_REHEARSE)
+        "--device",
+        lambda: (
+            ReferenceDevice()
+            if options.device == "cpu"
+            else open_device(options.device, advice="Run on a machine with a GPU; --device cpu rehearses without one")
+        ),
     )
     disk = None if options.disk is None else said_as("--disk", lambda: Disk(options.disk))
     _logger.info("measuring %s", device.name)
@@ -100,13 +98,10 @@ def bench_machine(options: argparse.Namespace) -> None:
         options.save.write_text(spec.to_json() + "\n", encoding="utf-8")
 
 
-_REHEARSE = "Run on a machine with a GPU; --device cpu rehearses without one"
-
-
-def _check_picture(path: Path | None, library: str, option: str) -> None:
-    check_writable(path)
-    if path is not None and importlib.util.find_spec(library) is None:
-        raise UsageError(f"{option} needs {library}; install it with {how_to_install(library)}")
-
-
-_MOST_AT_PEAK = 20
+def _check_files(json: Path | None, **pictures: Path | None) -> None:
+    for path in (json, *pictures.values()):
+        check_writable(path)
+    for library, path in pictures.items():
+        if path is not None and importlib.util.find_spec(library) is None:
+            option = "--html" if library == "plotly" else "--plot"
+            raise UsageError(f"{option} needs {library}; install it with {how_to_install(library)}")

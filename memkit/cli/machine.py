@@ -22,18 +22,16 @@ from memkit.transfer import Arena, Disk, measure_link
 from memkit.transfer.lanes import measure_beside_copies, measure_both_ways
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_COPIED_BYTES = {"cuda": 256 * 2**20}
+
+
 _UPDATE_THREADS = (1, 4, 8, 16)
-_DISK_THREADS = (1, 4, 8)
-_BOTH_S = 1.0
-"""Copies and updates run at once for about this many seconds."""
+_BOTH_S = 1.0  # copies and updates run at once for about this many seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSizes:
     block_numel: int
-    num_blocks: int
-    """With their states, all blocks are larger than the processor's cache."""
+    num_blocks: int  # with their states, all blocks are larger than the processor's cache
     copied_bytes: int
     disk_chunk_bytes: int
     num_disk_chunks: int
@@ -44,7 +42,6 @@ REHEARSAL = HostSizes(block_numel=2**14, num_blocks=2, copied_bytes=2**20, disk_
 
 
 def update_threads() -> list[int]:
-    """Return the numbers of threads for timed updates: 1, 4, 8 and 16, or as many as this process has cores."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return sorted({min(num_threads, num_cores) for num_threads in _UPDATE_THREADS})
 
@@ -106,8 +103,7 @@ class HostUpdates:
             update(block)
 
     def measure_beside_copies(self, device: Device, both_bytes_per_s: float) -> tuple[float, float]:
-        """Return the parameters per second with the most threads while copies run in both directions, and the bytes per second
-        of these copies in each direction. The estimate `both_bytes_per_s` sets their number."""
+        """Return the updates per second while copies run both ways, and the bytes per second of these copies each way."""
         num_bytes = self._sizes.copied_bytes
         num_copies = max(2, min(round(_BOTH_S * both_bytes_per_s / num_bytes), 400))
         blocks = itertools.cycle(self._blocks)
@@ -121,7 +117,7 @@ class HostUpdates:
 
 def measure_disk(disk: Disk, device: Device, sizes: HostSizes) -> tuple[dict[str, float], dict[str, float]]:
     """Return the bytes per second that 1, 4 and 8 threads read and write, bypassing the system's cache where possible."""
-    speeds = {str(num_threads): _disk_speeds(disk, device, sizes, num_threads) for num_threads in _DISK_THREADS}
+    speeds = {str(num_threads): _disk_speeds(disk, device, sizes, num_threads) for num_threads in (1, 4, 8)}
     return {number: read for number, (read, _) in speeds.items()}, {number: written for number, (_, written) in speeds.items()}
 
 
@@ -171,9 +167,9 @@ def _host_text(spec: GpuSpec, width: int) -> str:
 
 
 def measure_machine(device: Device, *, disk: Disk | None = None) -> GpuSpec:
-    """Measure a device, its link and its host; return them as a spec. A disk takes up to a minute, the rest seconds. The
-    deviation of single kinds of ops (`GpuSpec.factors`) is not measured: the factors are those of an H200."""
-    num_bytes = _COPIED_BYTES.get(device.torch_device.type, 2**20)
+    """Measure a device, its link and its host; return them as a spec, with an H200's factors of single kinds of ops."""
+    counter, num_bytes = device.memory_counter(), 256 * 2**20 if device.torch_device.type == "cuda" else 2**20
+    memory_bytes = None if counter is None else counter.capacity_bytes()
     with torch.no_grad(), _within(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"):
         bytes_per_s = measure_ceilings(device).bytes_per_s
         measured = {str(dtype).removeprefix("torch."): measure_flops(device, dtype) for dtype in _DTYPES}
@@ -187,7 +183,7 @@ def measure_machine(device: Device, *, disk: Disk | None = None) -> GpuSpec:
     read, written = ({}, {}) if disk is None else measure_disk(disk, device, sizes)
     return GpuSpec(
         name=device.name,
-        memory_bytes=_memory_bytes(device),
+        memory_bytes=memory_bytes if memory_bytes is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         bytes_per_s=bytes_per_s,
         flops_per_s={dtype: flops_per_s for dtype, flops_per_s in measured.items() if flops_per_s is not None},
         d2h_bytes_per_s=link.d2h_bytes_per_s,
@@ -204,12 +200,6 @@ def measure_machine(device: Device, *, disk: Disk | None = None) -> GpuSpec:
         disk_write_bytes_per_s=written,
         source=f"memkit {__version__} bench machine, torch {torch.__version__}; factors as of an H200",
     )
-
-
-def _memory_bytes(device: Device) -> int:
-    counter = device.memory_counter()
-    found = None if counter is None else counter.capacity_bytes()
-    return found if found is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def spec_text(spec: GpuSpec, width: int = 80) -> str:

@@ -51,30 +51,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             traceback.print_exception(error)
-        return _fail(_one_line(error), status=_status(error))
+        notes = [str(note) for note in getattr(error, "__notes__", ())]
+        is_told = isinstance(error, (MemkitError, OSError, ImportError))  # else memkit, or a model, has failed
+        is_of_model = isinstance(error, ProfileError) or any(note.startswith(_OF_MODEL) for note in notes)
+        text = str(error) if is_told else f"{type(error).__name__}: {error}"
+        message = " ".join(" | ".join([text.strip(), *notes]).split())
+        return _fail(message, status=2 if is_told and not is_of_model else 1)
     return 0
 
 
-def _status(error: Exception) -> int:
-    """Return 1 if a model could not be built or run, or for unknown reasons; 2 for errors in the command's arguments."""
-    notes = [str(note) for note in getattr(error, "__notes__", ())]
-    in_model = isinstance(error, ProfileError) or any(note.startswith(_OF_MODEL) for note in notes)
-    return 2 if isinstance(error, (MemkitError, OSError, ImportError)) and not in_model else 1
-
-
-_OF_MODEL = ("memkit: raised ", "memkit: out of memory ")
-"""Prefixes of the notes on exceptions that a model has raised."""
+_OF_MODEL = ("memkit: raised ", "memkit: out of memory ")  # prefixes of the notes on exceptions that a model has raised
 
 
 def _fail(message: str, *, status: int = 2) -> int:
     print(f"memkit: error: {message}", file=sys.stderr)
     return status
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error) if isinstance(error, (MemkitError, OSError, ImportError)) else f"{type(error).__name__}: {error}"
-    notes: list[str] = getattr(error, "__notes__", [])
-    return " ".join(" | ".join([text.strip(), *notes]).split())
 
 
 class _Parser(argparse.ArgumentParser):
@@ -112,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument(
         "--optimizer", metavar="NAME", help="count the gradients, and the states of this optimizer, such as adamw"
     )
-    _add_html(profile, "run the backward as well, and draw the step and its modules on a page")
+    _add_file(profile, "--html", "run the backward as well, and draw the step and its modules on a page for any browser")
     _add_view(profile)
     profile.set_defaults(command="profile")
 
@@ -125,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("report", type=Path, metavar="FILE", help="the JSON file")
     show.add_argument("after", type=Path, nargs="?", metavar="AFTER", help="another, after a change: did it help?")
     _add_answers(show)
-    _add_html(show, "draw the report on a page")
+    _add_file(show, "--html", "draw the report on a page for any browser")
     _add_view(show)
     show.set_defaults(command="show")
 
@@ -133,20 +124,31 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure this machine, for `memkit plan`")
     benches = bench.add_subparsers(title="benches", required=True, metavar="BENCH")
-    _add_bench_machine(benches)
+    machine = benches.add_parser(
+        "machine",
+        help="measure this machine's GPU, link and host, for `memkit plan --gpu FILE`",
+        description="Measure what this machine can do: the GPU's memory, matrix products, copies from and to it, optimizer "
+        "updates on the host's cores, reads and writes of a disk.",
+        epilog="example: memkit bench machine --save my_gpu.json",
+    )
+    _add_file(machine, "--save", "write what was measured to FILE")
+    machine.add_argument(
+        "--device", default="cuda", metavar="DEVICE", help='which; default: cuda. "cpu" rehearses on memkit\'s reference device'
+    )
+    machine.add_argument(
+        "--disk", type=Path, metavar="DIR", help="measure the disk of this directory, too; takes 2.2 GiB there"
+    )
+    machine.set_defaults(command="bench_machine")
     for command in (*(it for it in commands.choices.values() if it is not bench), *benches.choices.values()):
         command.add_argument("--debug", action="store_true", help="show the traceback of a failure")
     return parser
 
 
-def _add_html(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--html", type=Path, metavar="FILE", help=f"{what}: one FILE for any browser")
+def _add_file(parser: argparse.ArgumentParser, option: str, what: str) -> None:
+    parser.add_argument(option, type=Path, metavar="FILE", help=what)
 
 
-_AS_PROFILE = "as for `memkit profile`"
-
-
-def _add_model(parser: argparse.ArgumentParser, *, spec: str = _AS_PROFILE, inputs: str = _AS_PROFILE) -> None:
+def _add_model(parser: argparse.ArgumentParser, spec: str, inputs: str) -> None:
     parser.add_argument("spec", metavar="SPEC", help=spec)
     form = "[NAME=]SHAPE[:DTYPE]"
     parser.add_argument("--input", dest="inputs", action="append", type=arguments.input_of, metavar=form, help=inputs)
@@ -154,8 +156,7 @@ def _add_model(parser: argparse.ArgumentParser, *, spec: str = _AS_PROFILE, inpu
 
 
 def _check_model(options: argparse.Namespace) -> None:
-    """Raise if no model or no input was given. argparse would report that before a misspelled option, and building the model
-    would import torch first."""
+    """Raise if no model or no input was given: argparse would say so before it names a misspelled option."""
     if not hasattr(options, "spec"):
         return
     if not options.inputs:
@@ -168,18 +169,11 @@ def _check_model(options: argparse.Namespace) -> None:
 
 
 def _add_dtypes(parser: argparse.ArgumentParser, *, of_autocast: str) -> None:
-    parser.add_argument(
-        "--dtype",
-        type=partial(arguments.dtype, names=("float32", "float64", "float16", "bfloat16")),
-        metavar="DTYPE",
-        help="cast the model to this dtype (bf16, fp16, fp64, ...), and inputs that name none",
-    )
-    parser.add_argument(
-        "--autocast",
-        type=partial(arguments.dtype, names=("float16", "bfloat16")),
-        metavar="DTYPE",
-        help=f"run under torch.autocast with this dtype (bf16, fp16); {of_autocast}",
-    )
+    known, told = ("float16", "bfloat16"), f"run under torch.autocast with this dtype (bf16, fp16); {of_autocast}"
+    cast = "cast the model to this dtype (bf16, fp16, fp64, ...), and inputs that name none"
+    every = partial(arguments.dtype, names=("float32", "float64", *known))
+    parser.add_argument("--dtype", type=every, metavar="DTYPE", help=cast)
+    parser.add_argument("--autocast", type=partial(arguments.dtype, names=known), metavar="DTYPE", help=told)
 
 
 def _add_plan(commands: Any) -> None:  # argparse's subparsers, whose class is private
@@ -190,68 +184,28 @@ def _add_plan(commands: Any) -> None:  # argparse's subparsers, whose class is p
         "best mix of keeping, offloading and recomputing what autograd saves, and with each of them alone.",
         epilog="example: memkit plan torchvision:resnet50 --input 256x3x224x224 --gpu H200 --budget 16GiB,12GiB,8GiB",
     )
-    _add_model(parser)
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME|FILE",
-        help="H200, H100, A100-80, A100-40, L40S, RTX 4090, RTX 3090, RTX 3060, GH200, or a file of `memkit bench machine`",
-    )
+    _add_model(parser, "as for `memkit profile`", "as for `memkit profile`")
+    told = "H200, H100, A100-80, A100-40, L40S, RTX 4090, RTX 3090, RTX 3060, GH200, or a file of `memkit bench machine`"
+    parser.add_argument("--gpu", metavar="NAME|FILE", help=told)
     budgets = parser.add_mutually_exclusive_group()
-    budgets.add_argument(
-        "--budget",
-        dest="budgets",
-        type=arguments.budgets,
-        metavar="B,B,...",
-        help="bytes on the GPU in all, such as 12GiB, or shares of the plain peak",
-    )
-    budgets.add_argument(
-        "--steps",
-        type=partial(arguments.whole, least=1),
-        metavar="N",
-        help="so many budgets, from the plain peak (or the GPU's memory) down to the least; default: 8",
-    )
-    parser.add_argument(
-        "--optimizer",
-        metavar="NAME",
-        help="count this optimizer's states as well, such as adamw; default: none, as before its first step",
-    )
-    parser.add_argument(
-        "--ranks",
-        type=partial(arguments.whole, least=1),
-        metavar="N",
-        help="plan for one of N GPUs between which memkit.shard splits the model; --input is what each of them is given",
-    )
-    parser.add_argument(
-        "--offload-params",
-        action="store_true",
-        help="with --ranks: parameters, gradients and states are in the hosts' memory (offload_policy=)",
-    )
-    parser.add_argument(
-        "--batch-search",
-        action="store_true",
-        help="find the largest batch, the first size of all inputs, that fits the largest --budget, or the GPU's memory",
-    )
+    told = "bytes on the GPU in all, such as 12GiB, or shares of the plain peak"
+    budgets.add_argument("--budget", dest="budgets", type=arguments.budgets, metavar="B,B,...", help=told)
+    number = partial(arguments.whole, least=1)
+    told = "so many budgets, from the plain peak (or the GPU's memory) down to the least; default: 8"
+    budgets.add_argument("--steps", type=number, metavar="N", help=told)
+    told = "count this optimizer's states as well, such as adamw; default: none, as before its first step"
+    parser.add_argument("--optimizer", metavar="NAME", help=told)
+    told = "plan for one of N GPUs between which memkit.shard splits the model; --input is what each of them is given"
+    parser.add_argument("--ranks", type=number, metavar="N", help=told)
+    told = "with --ranks: parameters, gradients and states are in the hosts' memory (offload_policy=)"
+    parser.add_argument("--offload-params", action="store_true", help=told)
+    told = "find the largest batch, the first size of all inputs, that fits the largest --budget, or the GPU's memory"
+    parser.add_argument("--batch-search", action="store_true", help=told)
     _add_dtypes(parser, of_autocast="as CUDA's autocast would")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and plans to FILE; - is standard output")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against peak into FILE (.png, .svg)")
-    _add_html(parser, "draw the step, and each plan before and after, on a page")
+    _add_file(parser, "--json", "write rows and plans to FILE; - is standard output")
+    _add_file(parser, "--plot", "draw time against peak into FILE (.png, .svg)")
+    _add_file(parser, "--html", "draw the step, and each plan before and after, on a page for any browser")
     parser.set_defaults(command="plan", needs_gpu=True)
-
-
-def _add_bench_machine(benches: Any) -> None:
-    parser = benches.add_parser(
-        "machine",
-        help="measure this machine's GPU, link and host, for `memkit plan --gpu FILE`",
-        description="Measure what this machine can do: the GPU's memory, matrix products, copies from and to it, optimizer "
-        "updates on the host's cores, reads and writes of a disk.",
-        epilog="example: memkit bench machine --save my_gpu.json",
-    )
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write what was measured to FILE")
-    parser.add_argument(
-        "--device", default="cuda", metavar="DEVICE", help='which; default: cuda. "cpu" rehearses on memkit\'s reference device'
-    )
-    parser.add_argument("--disk", type=Path, metavar="DIR", help="measure the disk of this directory, too; takes 2.2 GiB there")
-    parser.set_defaults(command="bench_machine")
 
 
 def _add_answers(parser: argparse.ArgumentParser) -> None:
@@ -260,7 +214,7 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         "--fit", type=arguments.size, metavar="SIZE", help="does the step fit in this, such as 12GiB, and with which feature?"
     )
     parser.add_argument("--gpu", metavar="NAME|FILE", help="the GPU that --fit predicts for, or whose memory it is to fit in")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole report to FILE; - is standard output")
+    _add_file(parser, "--json", "write the whole report to FILE; - is standard output")
     parser.add_argument("--csv", nargs="?", action=_RefusedCsv, help=argparse.SUPPRESS)
 
 

@@ -18,7 +18,7 @@ from memkit.core.terminal import STDOUT, terminal_width, write_text
 from memkit.distributed.sharding import check_layers, check_model
 from memkit.plan import ShardedParameter, ShardPlan, StepTrace, find_gpu, plan_shards
 from memkit.plan.asked import budget_bytes_of, problem_of
-from memkit.plan.budget.planning import least_budget
+from memkit.plan.budget.planning import JointPlanner
 from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.front import LargestBatch, draw, largest, make_front, to_text
 from memkit.profile import MemoryReport
@@ -28,9 +28,7 @@ from memkit.weights.selection import find_layers
 
 
 def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offload: bool = False) -> ShardPlan:
-    """Return the bytes that the first of `num_ranks` ranks takes of a model and an optimizer (a name), with states counted on
-    the shards and one layer gathered ahead; `offload`: shards, their gradients and states are in host memory. Raises ValueError
-    if `memkit.shard` would refuse the model, ProfileError if the optimizer does not step without data."""
+    """Return the bytes that the first of `num_ranks` ranks takes of a model and an optimizer, one layer gathered ahead."""
     layers = _layers_of(model)
     inside = {id(item) for layer in layers.values() for item in layer.parameters()}
     outside = [item for item in model.parameters() if id(item) not in inside]
@@ -49,9 +47,7 @@ def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offloa
 
 
 def trace_on_rank(report: MemoryReport, model: nn.Module, shards: ShardPlan) -> StepTrace:
-    """Return the trace of a step on one rank with the report's inputs, without optimizer states. Shards, and the bytes gathered
-    at a time, exist all the time. A layer's unsharded gradients are freed when those of the next layer in the backward are
-    complete, with the buffer that they are reduced from. Those of parameters in no layer stay to the end."""
+    """Return the trace of a step on one rank; a layer's unsharded gradients are freed when those of the next are complete."""
     trace, memory = report.trace, report.step_memory
     assert trace is not None
     assert memory is not None
@@ -88,9 +84,6 @@ def _sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
     ]
 
 
-_NUM_BUDGETS = 8
-_MOST_TRACES = 14
-
 _logger = logging.getLogger("memkit.cli.main")
 
 
@@ -122,7 +115,7 @@ def plan(options: argparse.Namespace) -> None:
     front, plans = make_front(
         problem,
         limits or None,
-        num_budgets=options.steps or _NUM_BUDGETS,
+        num_budgets=options.steps or 8,
         optimizer=options.optimizer,
         needs_plan=not options.batch_search,  # another batch may fit
     )
@@ -144,7 +137,6 @@ def plan(options: argparse.Namespace) -> None:
 def _largest_batch(
     problem: Problem, problem_with: Callable[[int], Problem], budget_bytes: int, options: argparse.Namespace
 ) -> LargestBatch:
-    """Return the largest batch that fits, plain and planned. Each try is traced anew."""
     shapes = [shape for _, shape, _ in options.inputs]
     sizes = {shape[0] for shape in shapes if shape}
     if len(sizes) != 1 or 0 in sizes or not all(shapes):
@@ -161,15 +153,12 @@ def _largest_batch(
             traced[batch] = problem_with(batch)
         return traced[batch]
 
-    half = _MOST_TRACES // 2
-    num_plain, is_plain_found = largest(lambda batch: of(batch).plain_peak_bytes, budget_bytes, begin=begin, most=half)
-    num_planned, is_planned_found = largest(
-        lambda batch: least_budget(of(batch)), budget_bytes, begin=max(num_plain, 1), most=half
-    )
+    plain = largest(lambda batch: of(batch).plain_peak_bytes, budget_bytes, begin=begin, most=7)
+    planned = largest(lambda batch: JointPlanner(of(batch)).least().peak_bytes, budget_bytes, begin=max(plain[0], 1), most=7)
     return LargestBatch(
         budget_bytes=budget_bytes,
-        num_plain=num_plain,
-        num_planned=num_planned,
-        is_plain_found=is_plain_found,
-        is_planned_found=is_planned_found,
+        num_plain=plain[0],
+        num_planned=planned[0],
+        is_plain_found=plain[1],
+        is_planned_found=planned[1],
     )

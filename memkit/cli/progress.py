@@ -17,10 +17,7 @@ from memkit.core.terminal import shortened
 
 @contextmanager
 def progress() -> Iterator[None]:
-    """Show on standard error any work longer than a second: memkit's last log message, and its duration.
-
-    Warnings are shown there as well, each text once, on one line; Python's `-W` options select them.
-    """
+    """Show on standard error warnings, and any work longer than a second: memkit's last log message, and its duration."""
     handler = _Progress()
     logger = logging.getLogger("memkit")
     level = logger.level
@@ -57,7 +54,6 @@ class _Progress(logging.Handler):
         self._phase, self._since_s = record.getMessage(), time.monotonic()
 
     def show_warning(self, message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        """Show a warning as one line, unless its text was shown before."""
         kind = "" if category is UserWarning else f"{category.__name__}: "
         text = " ".join(f"memkit: warning: {kind}{message}".split())
         if text not in self._warned:

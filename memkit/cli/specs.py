@@ -33,36 +33,32 @@ class UsageError(MemkitError):
 
 
 def build_model(spec: str, device: torch.device) -> nn.Module:
-    """Return the model that SPEC names, with random weights, on `device`: "torchvision:NAME"; "timm:NAME"; "hf:CONFIG.json" for
-    a configuration of transformers, or a folder with one; or "package.module:factory" for a module, or a callable without
-    arguments that returns one. The current folder is searched, too. The model's own exceptions get a note that says so."""
+    """Return the model that SPEC names, with random weights, on `device`; its own exceptions get a note that says so."""
     place, _, name = spec.partition(":")
+
+    def built(factory: Any) -> nn.Module:
+        model = factory if isinstance(factory, nn.Module) else factory()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"{spec} gives {type(model).__name__}, not a torch.nn.Module")
+        return model
+
     try:
-        return _build(_FACTORIES[place](name) if place in _FACTORIES else _factory(place, name), spec, device)
+        factory = _FACTORIES[place](name) if place in _FACTORIES else _factory(place, name)
+        if device.type != "meta":
+            return built(factory).to(device)
+        try:
+            with torch.device(device):
+                return built(factory)
+        except UsageError:
+            raise
+        except Exception as error:  # the build reads values, which needs data
+            _logger.debug("%s cannot be built on meta: %s", spec, error)
+        return built(factory)
     except (UsageError, OSError):
         raise
     except Exception as error:
         note_on(error, f"memkit: raised while {spec} was built")
         raise
-
-
-def _build(factory: Any, spec: str, device: torch.device) -> nn.Module:
-    if device.type == "meta" and not isinstance(factory, nn.Module):
-        try:
-            with torch.device(device):
-                return _built(factory, spec)
-        except UsageError:
-            raise
-        except Exception as error:  # the build reads values, which needs data
-            _logger.debug("%s cannot be built on meta: %s", spec, error)
-    return _built(factory, spec).to(device) if device.type != "meta" else _built(factory, spec)
-
-
-def _built(factory: Any, spec: str) -> nn.Module:
-    model = factory if isinstance(factory, nn.Module) else factory()
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"{spec} gives {type(model).__name__}, not a torch.nn.Module")
-    return model
 
 
 def _factory(place: str, name: str) -> Any:
@@ -101,8 +97,7 @@ def _timm_factory(name: str) -> Callable[[], Any]:
 
 
 _LANGUAGE = ("CausalLM", "Seq2SeqLM", "SpeechSeq2Seq", "ImageTextToText", "PreTraining")
-"""Architectures whose heads' names do not end like the auto classes, such as GPT2LMHeadModel and
-WhisperForConditionalGeneration."""
+"""Of architectures whose names do not end like the auto classes, such as GPT2LMHeadModel."""
 
 
 def _transformers_factory(name: str) -> Callable[[], Any]:
@@ -173,12 +168,11 @@ def model_of(options: argparse.Namespace, device: torch.device) -> nn.Module:
 def profiled(
     options: argparse.Namespace, model: nn.Module, inputs: Iterable[Input], device: torch.device, **how: Any
 ) -> MemoryReport:
-    """Return the profile of a model with inputs that were asked for; `how` are further arguments of `profile_memory`."""
     with _needing_memory():
         given, named = make_inputs(model, inputs, dtype_name=options.dtype or "float32", device=device)
-    # On meta, any autocast counts as the target's, and the CPU's exists on every machine.
-    kind, dtype = "cpu" if device.type == "meta" else device.type, options.autocast
-    how |= {"optimizer": options.optimizer, "tag": options.spec, "device": "meta" if device.type == "meta" else None}
+    is_meta, dtype = device.type == "meta", options.autocast
+    kind = "cpu" if is_meta else device.type  # on meta any autocast counts as the target's, and the CPU's is always there
+    how |= {"optimizer": options.optimizer, "tag": options.spec, "device": "meta" if is_meta else None}
     with nullcontext() if dtype is None else torch.autocast(kind, dtype=getattr(torch, dtype)):
         return profile_memory(model, *given, kwargs=named, loss_fn=loss_of(model, named), print_table=False, **how)
 
@@ -186,20 +180,16 @@ def profiled(
 def make_inputs(
     model: nn.Module, inputs: Iterable[Input], *, dtype_name: str, device: torch.device
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return a model's inputs, by position and by keyword: random values, or indices that are valid in any table.
-
-    Inputs without a dtype have `dtype_name`; those of a transformers model have its own dtype, or integers for names such as
-    "input_ids", "labels" and "attention_mask".
-    """
-    names = list(inspect.signature(model.forward).parameters)
-    if _is_of_transformers(model) and isinstance(getattr(model, "dtype", None), torch.dtype):
+    """Return a model's inputs, by position and by keyword: random values, or indices that are valid in any table."""
+    names, is_of_transformers = list(inspect.signature(model.forward).parameters), _is_of_transformers(model)
+    if is_of_transformers and isinstance(getattr(model, "dtype", None), torch.dtype):
         dtype_name = str(model.dtype).removeprefix("torch.")
 
     def made(name: str, shape: tuple[int, ...], dtype_asked: str | None) -> Tensor:
-        if name.endswith("input_ids") and _is_of_transformers(model) and len(shape) != 2:
+        if name.endswith("input_ids") and is_of_transformers and len(shape) != 2:
             raise UsageError(f"--input: {name} needs (batch, length), such as 8x2048; found {'x'.join(map(str, shape))}")
-        is_mask = name == "attention_mask" and _is_of_transformers(model)  # transformers reads it: hide nothing
-        is_integer = is_mask or (_is_of_transformers(model) and (name.endswith("_ids") or name == "labels"))
+        is_mask = name == "attention_mask" and is_of_transformers  # transformers reads it: hide nothing
+        is_integer = is_mask or (is_of_transformers and (name.endswith("_ids") or name == "labels"))
         dtype: torch.dtype = getattr(torch, dtype_asked or ("int64" if is_integer else dtype_name))
         if device.type == "meta" and not is_mask:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -241,18 +231,15 @@ def _near(name: str, known: Iterable[str], place: str, prefix: str = "") -> str:
     return f". Did you mean {' or '.join(f'{place}:{prefix}{other}' for other in near)}?" if near else ""
 
 
-def _other_form(name: str) -> str:
-    if name in ("huggingface", "transformers", "hub"):
-        return ". For a model of transformers write hf:CONFIG.json"
-    if "/" in name or name.endswith((".py", ".json")):
-        return f". Write {nearest_spec(name)}"
-    return ". It is looked for in the current folder and among what is installed"
-
-
 def _import(name: str, *, hint: str = "") -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise
-        raise UsageError(f"there is no module {error.name!r}{hint or _other_form(name)}") from error
+        if not hint and name in ("huggingface", "transformers", "hub"):
+            hint = ". For a model of transformers write hf:CONFIG.json"
+        elif not hint and ("/" in name or name.endswith((".py", ".json"))):
+            hint = f". Write {nearest_spec(name)}"
+        hint = hint or ". It is looked for in the current folder and among what is installed"
+        raise UsageError(f"there is no module {error.name!r}{hint}") from error

@@ -1,5 +1,4 @@
-"""A callback's features, attached when a training begins and removed when it ends. A streaming model stays where `LayerOffload`
-has put it, even if the training loop moves it."""
+"""A callback's features, attached when a training begins and removed when it ends."""
 
 from __future__ import annotations
 
@@ -20,6 +19,7 @@ from memkit.core.calls import Around, Code
 from memkit.core.features import attached_to
 from memkit.errors import LayerOffloadError
 from memkit.live import values_of
+from memkit.optimizers import unwrapped
 from memkit.states import StateOffload, StateStats
 from memkit.states.asked import check_options
 from memkit.weights import LayerOffload, LayerStats
@@ -27,13 +27,11 @@ from memkit.weights import LayerOffload, LayerStats
 Feature = ForwardContext | LayerOffload
 
 _begun: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKeyDictionary()
-_begun_states: weakref.WeakSet[StateOffload] = weakref.WeakSet()
-"""Last attached and made by callbacks: a run that ended by an error may have left them there."""
+_begun_states: weakref.WeakSet[StateOffload] = weakref.WeakSet()  # a run that ended by an error may leave some
 
 
 class Features:
-    """The features of a callback: contexts that are attached to a model while it trains, `LayerOffload`s of models that already
-    stream, and a factory of `StateOffload`s. `owner` is the name of the callback, for errors."""
+    """The features of a callback; `owner` is its name, for errors."""
 
     def __init__(self, owner: str, features: Sequence[object]) -> None:
         self.owner = owner
@@ -86,21 +84,19 @@ class Features:
                     "trainer that model"
                 )
 
-    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, looks_ahead: bool = True) -> None:
-        """Attach the contexts to a model; with `looks_ahead=False` it never runs without data."""
-        self.end()
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.end_contexts()
         for attachment in _begun.pop(model, []):
             attachment.remove()
-        own = inside(optimizer)
+        own = unwrapped(optimizer)
         try:
             for context in self.contexts:
                 if isinstance(context, MemoryBudget):
                     known = own if isinstance(own, torch.optim.Optimizer) else None
-                    context = context.told(optimizer=known, look_ahead=looks_ahead)
+                    context = context.told(optimizer=known)
                 self._attached.append(attach(model, context))
         except BaseException:
             self.end()
-            self.end_states()
             raise
         _begun[model] = list(self._attached)
 
@@ -108,17 +104,17 @@ class Features:
         if self.states is not None:
             self.states.begin(optimizers)
 
-    def end(self) -> None:
+    def end_contexts(self) -> None:
         while self._attached:
             self._attached.pop().remove()
 
-    def end_states(self) -> None:
+    def end(self) -> None:
+        self.end_contexts()
         if self.states is not None:
             self.states.end()
 
     def close(self) -> None:
         self.end()
-        self.end_states()
         for offload in self.offloads:
             offload.close()
 
@@ -165,7 +161,7 @@ class OptimizerStates:
         self._figures: list[StateStats] = []
 
     def begin(self, optimizers: Iterable[object]) -> None:
-        found = {id(one): one for one in map(inside, optimizers)}
+        found = {id(one): one for one in map(unwrapped, optimizers)}
         if not found:
             raise ValueError(f"{self._owner} needs the optimizer of the training for its StateOffload; the trainer has none")
         for states in [states for states in self.opened if id(states.optimizer) not in found]:
@@ -196,12 +192,6 @@ class OptimizerStates:
 
 def _is_asked_for(feature: object) -> bool:
     return feature is StateOffload or (isinstance(feature, functools.partial) and feature.func is StateOffload)
-
-
-def inside(optimizer: Any) -> Any:
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
-    return optimizer
 
 
 def keep_in_place(offload: LayerOffload) -> LayerOffload:

@@ -101,7 +101,7 @@ class LightningFeatures:
                 f"(manual optimization). Pass its name: module={_names_of(pl_module)}"
             )
         self._step = _Step(pl_module)
-        self._features.begin(self._step, optimizer, looks_ahead=False)  # a step without data would log as well
+        self._features.begin(self._step, optimizer)
         self._step.put()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -142,7 +142,6 @@ class LightningFeatures:
 
     def _end(self, *_: Any, **__: Any) -> None:
         self._features.end()
-        self._features.end_states()
         if self._step is not None:
             self._step.remove()
             self._step = None
@@ -220,8 +219,7 @@ def _callback_of(bases: tuple[type, ...]) -> type:
 
 
 def _installed() -> Any:
-    with suppress(ImportError):
-        return library(_PACKAGES[0], "MemkitLightningCallback")
-    with suppress(ImportError):
-        return library(_PACKAGES[1], "MemkitLightningCallback")
+    for package in _PACKAGES:
+        with suppress(ImportError):
+            return library(package, "MemkitLightningCallback")
     return library(_PACKAGES[0], "MemkitLightningCallback")  # whose error is the one to raise

@@ -17,24 +17,17 @@ class Loop:
     """The settings of a training loop before it begins, by their own names, for errors."""
 
     device: torch.device
-    replicas: str | None = None
-    """The setting by which one process replicates the model on several GPUs, if any."""
+    replicas: str | None = None  # the setting by which one process replicates the model on several GPUs, if any
     num_processes: int = 1
-    shards: str | None = None
-    """The setting that moves or shards the weights."""
-    is_fsdp2: bool = False
-    """Whether `shards` is FSDP2, with each parameter sharded by itself (`DTensor`)."""
-    flattens: str | None = None
-    """The first version of FSDP, which flattens the weights of a layer into one parameter."""
+    shards: str | None = None  # the setting that moves or shards the weights
+    is_fsdp2: bool = False  # whether `shards` is FSDP2, with each parameter sharded by itself (`DTensor`)
+    flattens: str | None = None  # the first version of FSDP, which flattens the weights of a layer into one parameter
     casts: str | None = None
-    scales: str | None = None
-    """The setting that scales the loss with torch's own `GradScaler`."""
-    takes_gradients: str | None = None
-    """The setting that reads gradients between the backward and the step."""
+    scales: str | None = None  # the setting that scales the loss with torch's own `GradScaler`
+    takes_gradients: str | None = None  # the setting that reads gradients between the backward and the step
     compiles: str | None = None
     checkpoints: str | None = None
-    clips: str | None = None
-    """The setting, or the loop itself, that clips gradients after the backward, or computes their norm."""
+    clips: str | None = None  # the setting, or the loop itself, that clips gradients after the backward, or computes their norm
     accumulates: str | None = None
 
 
@@ -52,7 +45,8 @@ def refuse(features: Features, loop: Loop) -> None:
             "a flat one, and takes it away. Use FSDP2: fsdp_config={'version': 2} in Trainer, "
             "fsdp_version: 2 in accelerate, ModelParallelStrategy in Lightning"
         )
-    if loop.compiles is not None and any(isinstance(found, MemoryBudget | Rematerialize) for found in features.contexts):
+    of_ops = [context for context in features.contexts if isinstance(context, MemoryBudget | Rematerialize)]
+    if loop.compiles is not None and of_ops:
         raise ValueError(
             f"{owner} needs ops that can be told apart; found {loop.compiles}, which compiles the model as one. Leave that "
             "out, and compile the blocks: for block in model.model.layers: block.compile()"
@@ -66,13 +60,11 @@ def refuse(features: Features, loop: Loop) -> None:
             f"{owner}: {loop.compiles} compiles the model as one, and its graph breaks at each layer that streams, so that "
             "its kernels are others and round in another way. Leave it out to have the bits of the run without streaming"
         )
-    if loop.checkpoints is not None:
-        for context in features.contexts:
-            if isinstance(context, MemoryBudget | Rematerialize):
-                warn_user(
-                    f"{owner}: {loop.checkpoints} recomputes every layer in every step, whether or not the "
-                    f"{type(context).__name__} needs it. Leave it out: what has to be recomputed is chosen by the budget"
-                )
+    for context in of_ops if loop.checkpoints is not None else ():
+        warn_user(
+            f"{owner}: {loop.checkpoints} recomputes every layer in every step, whether or not the "
+            f"{type(context).__name__} needs it. Leave it out: what has to be recomputed is chosen by the budget"
+        )
 
 
 def _refuse_streaming(owner: str, train: str, device: torch.device, loop: Loop) -> None:
@@ -108,12 +100,11 @@ def _refuse_streaming(owner: str, train: str, device: torch.device, loop: Loop) 
 def _refuse_states(owner: str, states: OptimizerStates, trained: list[str], loop: Loop) -> None:
     if loop.shards is not None and not loop.is_fsdp2:
         raise ValueError(f"{owner}: a StateOffload moves the optimizer's states, and so does {loop.shards}. Use one of the two")
-    for train in trained:
-        if train != "frozen":
-            raise ValueError(
-                f'{owner}: a LayerOffload with train="{train}" has the states of streamed layers itself, and a StateOffload '
-                "needs an optimizer of its own for the others. Leave the StateOffload out"
-            )
+    for train in (train for train in trained if train != "frozen"):
+        raise ValueError(
+            f'{owner}: a LayerOffload with train="{train}" has the states of streamed layers itself, and a StateOffload '
+            "needs an optimizer of its own for the others. Leave the StateOffload out"
+        )
     if states.overlaps:
         raise ValueError(
             f"{owner}: a StateOffload with overlap_forward=True needs wait() ahead of whatever reads parameters, and trainers "

@@ -110,7 +110,6 @@ class TrainerFeatures:
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._features.end()
-        self._features.end_states()
 
     def _refuse(self, args: TrainingArguments, *, is_checkpointing: bool = False) -> None:
         halves = {name: getattr(args, name, False) for name in ("fp16_full_eval", "bf16_full_eval")}

@@ -1,8 +1,5 @@
-"""The states that an optimizer keeps for its parameters, found by one step of a copy of it: no list of classes knows them.
-
-The copy shares the class and the attributes of the optimizer, and is never made anew by the class. It steps parameters of the
-same shapes without data. If the class does not take these, it steps small ones with data, whose states are scaled.
-"""
+"""The states that an optimizer keeps for its parameters, found by one step of a copy of it, on parameters without data, or else
+on small ones with data, whose states are scaled: no list of classes knows them."""
 
 from __future__ import annotations
 
@@ -22,17 +19,12 @@ from memkit.core.torch_state import local_of
 from memkit.optimizers.shells import needs_closure, own_attributes, own_group, put_in_train_mode, shell_of, step_of
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-_LARGEST_SIDES = (None, 256, 24)
-"""Longest sides of the parameters to try, in turn: None for the original sizes, without data; then smaller ones."""
-_LARGEST_NUMEL = 2**16
-_LONGER = 16
-"""A vector may be longer than a side of a matrix by this factor."""
+_LARGEST_SIDES = (None, 256, 24)  # to try in turn; None for the original sizes, without data
 
 
 @dataclass(frozen=True, slots=True)
 class KeptState:
-    """One tensor that an optimizer keeps for a parameter. It has 0 bytes if it shares another one's, and no dtype if it wraps
-    others. `is_number`: it has no dimensions, as a count of steps; `is_there`: it is on the device of the parameter."""
+    """One tensor that an optimizer keeps for a parameter; it has 0 bytes if it shares another one's."""
 
     name: str
     num_bytes: int
@@ -49,7 +41,7 @@ class Kept:
     draws: bool
 
 
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def unwrapped(optimizer: Any) -> Any:
     """Return the optimizer inside of one that wraps it, as accelerate's does."""
     inside = getattr(optimizer, "optimizer", None)
     return unwrapped(inside) if isinstance(inside, torch.optim.Optimizer) else optimizer
@@ -69,80 +61,70 @@ def kept_states(optimizer: torch.optim.Optimizer, *, master: torch.dtype | None 
         for most in _LARGEST_SIDES:
             for has_states in (False, True):  # Adagrad makes its states with the optimizer
                 try:
-                    return _Copy(optimizer, most, master, has_states=has_states).step()
+                    return _stepped(optimizer, most, master, has_states=has_states)
                 except Exception as error:
                     raised.append(error)
     raise raised[0]
 
 
-class _Copy:
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, most: int | None, master: torch.dtype | None, *, has_states: bool
-    ) -> None:
-        self._most = most
-        self._twins: list[tuple[Tensor, nn.Parameter, bool]] = []
-        groups: list[dict[str, Any]] = []
-        state: dict[Any, Any] = defaultdict(dict)
-        self._shell = shell = shell_of(optimizer, groups, state)
-        memo: dict[int, Any] = {id(optimizer): shell, id(optimizer.param_groups): groups, id(optimizer.state): state}
-        for group in optimizer.param_groups:
-            memo[id(group)] = twin_group = {"params": self._twins_of(group, memo, master)}
-            groups.append(twin_group)
-            names = group.get("param_names")
-            twin_group |= {} if names is None else {"param_names": names[: len(twin_group["params"])]}
-        for group, twin_group in zip(optimizer.param_groups, groups, strict=True):
-            twin_group |= {name: _as_plain(name, value) for name, value in own_group(optimizer, group, memo).items()}
-        vars(shell).update(own_attributes(optimizer, memo))
-        for parameter, twin, _ in self._twins if has_states else ():
-            entries = optimizer.state.get(parameter) or {}
-            state[twin] = {name: _state_like(value, parameter, twin) for name, value in entries.items()}
+def _stepped(optimizer: torch.optim.Optimizer, most: int | None, master: torch.dtype | None, *, has_states: bool) -> Kept:
+    """Return what one step of a copy keeps."""
+    from memkit.optimizers.numbers import NumbersWithoutData  # its base is a private class of torch
 
-    def _twins_of(self, group: dict[str, Any], memo: dict[int, Any], master: torch.dtype | None) -> list[nn.Parameter]:
+    twins: dict[int, tuple[Tensor, nn.Parameter, bool]] = {}  # of each parameter, and whether its counts are on the device
+    groups: list[dict[str, Any]] = []
+    state: dict[Any, Any] = defaultdict(dict)
+    shell = shell_of(optimizer, groups, state)
+    memo: dict[int, Any] = {id(optimizer): shell, id(optimizer.param_groups): groups, id(optimizer.state): state}
+    for group in optimizer.param_groups:
         found: dict[Any, nn.Parameter] = {}
         has_counts = any(bool(group.get(option)) for option in ("capturable", "fused"))
         for parameter in group["params"]:
             own = local_of(parameter)
             dtype = master if master is not None and needs_master(own, master) else own.dtype
-            key = id(parameter) if self._most is None else (own.size(), dtype)  # of small ones, one of each kind
-            if key not in found:
-                found[key] = _twin_of(own, dtype, self._most)
-            memo[id(parameter)] = found[key]
-            self._twins.append((parameter, found[key], has_counts))
-        return list(found.values())
-
-    def step(self) -> Kept:
-        from memkit.optimizers.numbers import NumbersWithoutData  # its base is a private class of torch
-
-        shell, twins = self._shell, list(dict.fromkeys(twin for _, twin, _ in self._twins))
-        put_in_train_mode(shell)
-        for twin in twins:
-            if twin.requires_grad and twin.numel():
-                grad = torch.rand_like(twin)
-                twin.grad = grad.to_sparse(1) if isinstance(shell, torch.optim.SparseAdam) else grad
-        closure = [lambda: torch.zeros(())] if needs_closure(shell) else []
-        with closing(NumbersWithoutData()) as numbers, numbers:  # type: ignore[no-untyped-call]  # torch does not annotate its base
-            step_of(shell)(shell, *closure)
-        seen = set(unique_storages(twins))
-        kept: dict[int, list[tuple[str, Tensor, int]]] = {id(twin): [] for twin in twins}
-        for key, entries in shell.state.items():
-            found = kept.get(id(key), kept[id(twins[0])])
-            named = entries.items() if isinstance(entries, dict) else [("", entries)]
-            tensors = [(str(name), leaf) for name, value in named for leaf in torch_private.tree_leaves(value)]
-            for name, tensor in tensors:
-                if not isinstance(tensor, Tensor):
-                    continue
-                new = {key: storage for key, storage in unique_storages([tensor]).items() if key not in seen}
+            kind = id(parameter) if most is None else (own.size(), dtype)  # of small ones, one of each kind
+            if kind not in found:
+                found[kind] = _twin_of(own, dtype, most)
+            memo[id(parameter)] = found[kind]
+            twins[id(parameter)] = parameter, found[kind], has_counts
+        memo[id(group)] = twin_group = {"params": list(found.values())}
+        groups.append(twin_group)
+        names = group.get("param_names")
+        twin_group |= {} if names is None else {"param_names": names[: len(found)]}
+    for group, twin_group in zip(optimizer.param_groups, groups, strict=True):
+        twin_group |= {name: _as_plain(name, value) for name, value in own_group(optimizer, group, memo).items()}
+    vars(shell).update(own_attributes(optimizer, memo))
+    for parameter, twin, _ in twins.values() if has_states else ():
+        entries = optimizer.state.get(parameter) or {}
+        state[twin] = {name: _state_like(value, parameter, twin) for name, value in entries.items()}
+    distinct = list(dict.fromkeys(twin for _, twin, _ in twins.values()))
+    put_in_train_mode(shell)
+    for twin in distinct:
+        if twin.requires_grad and twin.numel():
+            grad = torch.rand_like(twin)
+            twin.grad = grad.to_sparse(1) if isinstance(shell, torch.optim.SparseAdam) else grad
+    closure = [lambda: torch.zeros(())] if needs_closure(shell) else []
+    with closing(NumbersWithoutData()) as numbers, numbers:  # type: ignore[no-untyped-call]  # torch does not annotate its base
+        step_of(shell)(shell, *closure)
+    seen = set(unique_storages(distinct))
+    kept: dict[int, list[tuple[str, Tensor, int]]] = {id(twin): [] for twin in distinct}
+    for key, entries in shell.state.items():
+        of_key = kept.get(id(key), kept[id(distinct[0])])
+        named = entries.items() if isinstance(entries, dict) else [("", entries)]
+        for name, tensor in ((str(name), leaf) for name, value in named for leaf in torch_private.tree_leaves(value)):
+            if isinstance(tensor, Tensor):
+                new = {place: storage for place, storage in unique_storages([tensor]).items() if place not in seen}
                 seen |= new.keys()
-                found.append((name, tensor, sum(storage.nbytes() for storage in new.values())))
-        if isinstance(shell, torch.optim.LBFGS):  # a first step makes no history of steps and changes of the gradient
-            size = shell.param_groups[0]["history_size"]
-            for twin in twins:
-                kept[id(twin)] += [(name, twin, size * twin.nbytes) for name in ("old_dirs", "old_stps")]
-        of = {
-            id(parameter): [_kept(*item, local_of(parameter), twin, has_counts=has_counts) for item in kept[id(twin)]]
-            for parameter, twin, has_counts in self._twins
-        }
-        return Kept(of, numbers.draws)
+                of_key.append((name, tensor, sum(storage.nbytes() for storage in new.values())))
+    if isinstance(shell, torch.optim.LBFGS):  # a first step makes no history of steps and changes of the gradient
+        size = shell.param_groups[0]["history_size"]
+        for twin in distinct:
+            kept[id(twin)] += [(name, twin, size * twin.nbytes) for name in ("old_dirs", "old_stps")]
+    of = {
+        number: [_kept(*item, local_of(parameter), twin, has_counts=has_counts) for item in kept[id(twin)]]
+        for number, (parameter, twin, has_counts) in twins.items()
+    }
+    return Kept(of, numbers.draws)
 
 
 def _kept(name: str, tensor: Tensor, num_bytes: int, own: Tensor, twin: Tensor, *, has_counts: bool) -> KeptState:
@@ -160,10 +142,10 @@ def _twin_of(own: Tensor, dtype: torch.dtype, most: int | None) -> nn.Parameter:
     takes_grad = dtype.is_floating_point or dtype.is_complex
     if most is None:
         return nn.Parameter(torch.empty_strided(own.size(), own.stride(), dtype=dtype, device=_META), requires_grad=takes_grad)
-    size = [min(length, most if own.dim() > 1 else _LONGER * most) for length in own.size()]
+    size = [min(length, most if own.dim() > 1 else 16 * most) for length in own.size()]
     for index in range(len(size)):
         others = max(1, math.prod(size[:index] + size[index + 1 :]))
-        size[index] = min(size[index], max(1, _LARGEST_NUMEL // others))
+        size[index] = min(size[index], max(1, 2**16 // others))
     values = torch.rand(size).to(dtype=dtype, device=_CPU if own.is_meta else own.device)
     return nn.Parameter(values, requires_grad=takes_grad)
 

@@ -1,8 +1,5 @@
-"""Running the step of a user's optimizer over a part of its parameters, without touching the optimizer.
-
-A shell is an object of the optimizer's class that shares its attributes, with groups and states of its own. The class's own
-`step` runs on it. The step's writes to groups or attributes (a counter, a sum of weights) stay in the shell, as `Changes`.
-"""
+"""Running the step of a user's optimizer over a part of its parameters, without touching it: the class's own `step` runs on a
+shell, an object that shares the optimizer's attributes, with groups and states of its own. Writes stay in the shell."""
 
 from __future__ import annotations
 
@@ -75,8 +72,7 @@ def emptied(group: Group) -> Group:
     return {name: [] if name in _MEMBERS else value for name, value in group.items()}
 
 
-Changes = dict[str, Any]
-"""A step's writes on a shell to a group or the attributes. Two parts of a separable optimizer's step write the same."""
+Changes = dict[str, Any]  # a step's writes on a shell; two parts of a separable optimizer's step write the same
 
 
 def differing(one: Changes, other: Changes) -> str | None:

@@ -1,5 +1,4 @@
-"""The interfaces between a `StateOffload` that steps within the backward, and features that know when a gradient is complete: a
-`LayerOffload` that streams layers, and `shard` of layers whose shards are in host memory."""
+"""The interfaces between a `StateOffload` that steps within the backward, and features that know a complete gradient."""
 
 from __future__ import annotations
 
@@ -18,41 +17,27 @@ class ParameterSteps(Protocol):
     """Steps parameters within a backward on a stream of its own, when a `LayerStepper` asks for it."""
 
     @property
-    def stream(self) -> Stream:
-        """The stream that steps run on."""
-
-    def begin_backward(self) -> None:
-        """Called before the first step of a backward."""
-
-    def step(self, parameter: nn.Parameter) -> Event:
-        """Step a parameter, which is on the device, with its `grad`. Return an event behind the step."""
-
-    def await_steps(self) -> None:
-        """Let the current stream wait for all steps."""
-
+    def stream(self) -> Stream: ...  # that steps run on
+    def begin_backward(self) -> None: ...  # before the first step of a backward
+    def step(self, parameter: nn.Parameter) -> Event: ...  # behind the step of a parameter on the device, with its `grad`
+    def await_steps(self) -> None: ...  # let the current stream wait for all steps
     def end_backward(self) -> None:
-        """Called when a backward is over, or has failed: leave each parameter stepped whole or not at all, let the current
-        stream wait for that, and the host for states that are being copied."""
+        """A backward is over, or has failed: leave each parameter stepped whole or not at all, let the current stream wait for
+        that, and the host for states that are being copied."""
 
-    def leave(self) -> None:
-        """Called when the `LayerStepper` is closed."""
+    def leave(self) -> None: ...  # the `LayerStepper` is closed
 
 
 class LayerStepper(Protocol):
     """Streams layers and steps their parameters within the backward: it knows when a gradient is complete."""
 
     @property
-    def device(self) -> Device:
-        """The device that steps run on."""
-
-    def streamed(self) -> Iterable[Tensor]:
-        """Return the parameters that stream."""
-
+    def device(self) -> Device: ...  # that steps run on
+    def streamed(self) -> Iterable[Tensor]: ...  # the parameters
     def in_place(self, parameter: Tensor) -> AbstractContextManager[object]:
         """Return a context in which a parameter is in the slot where a step has begun to write to it."""
 
-    def have_stepped_by(self, steps: ParameterSteps | None) -> None:
-        """Set the stepper of the parameters from now on; None for the optimizer itself."""
+    def have_stepped_by(self, steps: ParameterSteps | None) -> None: ...  # from now on; None for the optimizer itself
 
 
 steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[LayerStepper]] = weakref.WeakKeyDictionary()
@@ -67,48 +52,26 @@ def stepper_of(optimizer: torch.optim.Optimizer) -> LayerStepper | None:
 class ReducedSteps(Protocol):
     """Steps shards in host memory, on the host, when a layer's gradients have been reduced there."""
 
-    def before_reduce(self, layer: ReducedLayer) -> None:
-        """Called within a backward, before gradients of a layer, if there are any, are reduced and put to `grad`."""
-
-    def after_reduce(self, layer: ReducedLayer) -> None:
-        """Called behind that. The bytes of the gradients may still be on their way: see `ReducedLayer.landing`."""
-
-    def is_stepping(self, layer: ReducedLayer) -> bool:
-        """Tell whether the running backward has had shards of a layer stepped, or has begun to."""
-
-    def stepped(self, layer: ReducedLayer) -> Iterable[Tensor]:
-        """Return the shards of a layer that it steps."""
-
-    def before_read(self, layer: ReducedLayer) -> None:
-        """Called before a layer's shards are copied to the device: wait until nobody writes to them."""
+    def before_reduce(self, layer: ReducedLayer) -> None: ...  # in a backward, before its gradients are put to `grad`, if any
+    def after_reduce(self, layer: ReducedLayer) -> None: ...  # their bytes may still be on their way: `ReducedLayer.landing`
+    def is_stepping(self, layer: ReducedLayer) -> bool: ...  # whether the running backward has stepped shards, or has begun to
+    def stepped(self, layer: ReducedLayer) -> Iterable[Tensor]: ...  # the shards of a layer that it steps
+    def before_read(self, layer: ReducedLayer) -> None: ...  # before its shards are copied: wait until nobody writes to them
 
 
 class ReducedLayer(Protocol):
     """A layer that is gathered and reduced as one, with its shards and their gradients in host memory."""
 
     @property
-    def device(self) -> Device:
-        """The device that it is gathered on."""
-
+    def device(self) -> Device: ...  # that it is gathered on
     @property
-    def last_read(self) -> Event | None:
-        """Reached when the last copy to the device has read the shards; None if there was none."""
-
-    def shards(self) -> Sequence[Tensor]:
-        """Return its parameters: the shards that an optimizer has."""
-
-    def landing(self) -> Sequence[Any]:
-        """Return torch's events for `synchronize()`: behind them the last reduced gradients are in host memory."""
-
+    def last_read(self) -> Event | None: ...  # behind the last copy of shards to the device, if any
+    def shards(self) -> Sequence[Tensor]: ...  # the parameters that an optimizer has
+    def landing(self) -> Sequence[Any]: ...  # torch's events to synchronize: behind them, reduced gradients are in host memory
     @property
-    def steppers(self) -> Collection[ReducedSteps]:
-        """The steppers of some of the shards, one for each optimizer that has such. It keeps none of them alive."""
-
-    def begin_steps(self, steps: ReducedSteps) -> None:
-        """Have some of the shards stepped by another stepper as well."""
-
-    def end_steps(self, steps: ReducedSteps) -> None:
-        """Undo `begin_steps`."""
+    def steppers(self) -> Collection[ReducedSteps]: ...  # of some of the shards, one for each optimizer; not kept alive
+    def begin_steps(self, steps: ReducedSteps) -> None: ...  # have some of the shards stepped by another stepper as well
+    def end_steps(self, steps: ReducedSteps) -> None: ...
 
 
 reduced_layers: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -1,8 +1,5 @@
-"""The page of a report: one self-contained HTML file with its data as JSON, styles, scripts and plotly.js.
-
-Bytes are integers, seconds are numbers; the page chooses units. Curves of bytes over time keep few points, which keep the
-shape.
-"""
+"""The page of a report: one self-contained HTML file with its data as JSON (bytes and seconds), styles, scripts and
+plotly.js."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ from memkit._version import __version__
 from memkit.core.extras import library
 from memkit.page.under_plan import under_plan
 from memkit.plan import Action, MemoryPlan, StepTrace
+from memkit.plan.step import short_name
 
 # A `MemoryReport` and its parts: `to_html` is a method of the report, so pages are below profiles and can't import these.
 Report = Any
 Memory = Any
 Storage = Any
-Row = Any
 
 CATEGORIES = {
     "param": ("parameters", "the weights of the model"),
@@ -39,8 +36,7 @@ CATEGORIES = {
     "activation": ("activations", "made in the forward and kept for the backward"),
     "temp": ("temporaries", "everything else: what passes from one operation to the next"),
 }
-"""The page's name and explanation of each category of bytes, from the bottom of the stack to its top: the longest-lived is
-lowest."""
+"""The name and explanation of each category of bytes, from the bottom of the page's stack to its top."""
 
 
 def memory_of(report: Report) -> Memory | None:
@@ -52,18 +48,9 @@ def peak_bytes_of(report: Report) -> Any:
     return report.step_peak_bytes if report.step_peak_bytes is not None else report.forward_peak_bytes
 
 
-def op_name(op: str) -> str:
-    """Return an op's short name: "native_batch_norm" for "aten.native_batch_norm.default"."""
-    return op.removeprefix("aten.").partition(".")[0] if op.startswith("aten.") else op
-
-
 MOST_POINTS = 2000
-MOST_STORAGES = 6000
-"""The most storages whose lifetimes are on a page, the largest ones."""
-_MOST_POINTS_OF_A_PLAN = MOST_POINTS // 2
-_MOST_MODULES_OF_A_PLAN = 200
+MOST_STORAGES = 6000  # the most storages whose lifetimes are on a page, the largest ones
 _MOST_SHAPES = 2
-_ACTIONS = (Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE)
 
 
 def sampled(levels: Sequence[int], most: int, *, always: Iterable[int] = ()) -> list[int]:
@@ -96,12 +83,7 @@ def categories_of(memory: Memory) -> dict[str, Sequence[int]]:
 
 
 def timeline_of(memory: Memory) -> dict[str, Any]:
-    """Return the timeline as JSON values. Texts are listed once and referred to by number."""
-    texts: dict[str, int] = {}
-
-    def number(text: str) -> int:
-        return texts.setdefault(text, len(texts))
-
+    texts: dict[str, int] = defaultdict(lambda: len(texts))
     levels, spans = categories_of(memory), spans_of(memory)
     edges = [place for _, begin, end in spans for place in (begin, end - 1)]
     highest = [max(range(len(level)), key=level.__getitem__) for level in levels.values()]
@@ -111,13 +93,13 @@ def timeline_of(memory: Memory) -> dict[str, Any]:
     return {
         "num_moments": len(memory.moments),
         "x": places,
-        "ops": [number(op_name(memory.moments[place].op)) for place in places],
-        "modules": [number(memory.moments[place].module) for place in places],
+        "ops": [texts[short_name(memory.moments[place].op)] for place in places],
+        "modules": [texts[memory.moments[place].module] for place in places],
         "series": [{"key": name, "y": [level[place] for place in places]} for name, level in levels.items()],
         "phases": [{"name": name, "begin": begin, "end": end} for name, begin, end in spans],
         "peak": places.index(memory.peak),
         "storages": [
-            [names.index(it.category.value), number(it.module), number(it.what), it.num_bytes, it.begin, it.end]
+            [names.index(it.category.value), texts[it.module], texts[it.what], it.num_bytes, it.begin, it.end]
             for it in largest
             if it.num_bytes and it.begin < it.end
         ],
@@ -126,32 +108,33 @@ def timeline_of(memory: Memory) -> dict[str, Any]:
 
 
 def contents_of(report: Report, plans: Sequence[MemoryPlan] = ()) -> dict[str, Any]:
-    """Return the contents of the page. Raises ValueError if a plan is for another step, or the report has no trace."""
-    memory = memory_of(report)
+    memory, shapes = memory_of(report), _shapes(report.modules[0].input_shapes)
     return {
         "version": __version__,
         "model": report.run.model,
         "tag": report.tag,
-        "where": where_of(report),
+        "where": where_of(report, shapes and f"input {shapes}"),
         "facts": facts_of(report),
         "categories": [{"key": key, "name": name, "meaning": meaning} for key, (name, meaning) in CATEGORIES.items()],
         "timeline": None if memory is None else timeline_of(memory),
         "unseen_bytes": 0 if memory is None else max(0, (peak_bytes_of(report) or 0) - max(memory.total_bytes)),
-        "no_timeline": "" if memory is not None else why_no_timeline(report),
-        "rows": rows_of(report.modules),
+        "no_timeline": "" if memory is not None else _NO_TIMELINE[report.run.backward],
+        "rows": [
+            [*_FIGURES(row), _shapes(row.input_shapes), _shapes(row.output_shapes), ", ".join(row.marks)]
+            for row in report.modules
+        ],
         "plans": plans_of(report, plans),
     }
 
 
-def where_of(report: Report) -> list[str]:
-    run, shapes = report.run, _shapes(report.modules[0].input_shapes)
-    on = f"on meta, as {run.target} would run it" if run.device == "meta" else f"on {run.device} ({run.device_name})"
+def where_of(report: Report, *more: str) -> list[str]:
+    run = report.run
     return [
-        on,
-        *([f"input {shapes}"] if shapes else []),
+        f"on meta, as {run.target} would run it" if run.device == "meta" else f"on {run.device} ({run.device_name})",
+        *filter(None, more),
         "train mode" if run.training else "eval mode",
         *([f"autocast {run.autocast}"] if run.autocast else []),
-        "forward and backward" if run.backward else "forward only",
+        "forward and backward" if run.backward else "forward",
         f"torch {run.torch_version}",
     ]
 
@@ -175,22 +158,12 @@ def facts_of(report: Report) -> list[dict[str, Any]]:
     return [dict(zip(("name", "bytes", "seconds", "meaning"), fact, strict=True)) for fact in known]
 
 
-def why_no_timeline(report: Report) -> str:
-    if report.run.backward:
-        return (
-            "This report has no timeline: what runs inside compiled code cannot be seen, and reports of older versions have "
-            "none. For one, profile the model as it is before torch.compile."
-        )
-    return (
-        "This report is of a forward alone. For a timeline of the whole step, profile with "
-        "profile_memory(model, ..., backward=True), or with an optimizer."
-    )
-
-
-def rows_of(rows: Sequence[Row]) -> list[list[Any]]:
-    return [[*_FIGURES(row), _shapes(row.input_shapes), _shapes(row.output_shapes), ", ".join(row.marks)] for row in rows]
-
-
+_NO_TIMELINE = {
+    True: "This report has no timeline: what runs inside compiled code cannot be seen, and reports of older versions have "
+    "none. For one, profile the model as it is before torch.compile.",
+    False: "This report is of a forward alone. For a timeline of the whole step, profile with "
+    "profile_memory(model, ..., backward=True), or with an optimizer.",
+}
 _FIGURES = attrgetter(
     *("fqn", "type_name", "parent", "param_bytes", "activation_bytes", "self_bytes", "num_calls", "peak_bytes"),
     *("forward_s", "backward_s"),
@@ -203,7 +176,6 @@ def _shapes(shapes: Sequence[Sequence[int]]) -> str:
 
 
 def plans_of(report: Report, plans: Sequence[MemoryPlan]) -> dict[str, Any] | None:
-    """Return the plans, largest budget first, each with the step under it; None without any."""
     if not plans:
         return None
     trace = report.trace
@@ -216,7 +188,7 @@ def plans_of(report: Report, plans: Sequence[MemoryPlan]) -> dict[str, Any] | No
     first = ordered[0]
     extra_bytes = max(0, first.plain_peak_bytes - trace.peak_bytes)
     before = [trace.base_bytes + extra_bytes + live for live in trace.live_bytes]
-    places = sampled(before, _MOST_POINTS_OF_A_PLAN)
+    places = sampled(before, MOST_POINTS // 2)
     return {
         "gpu": first.gpu,
         "is_measured": first.is_measured,
@@ -234,7 +206,7 @@ def plans_of(report: Report, plans: Sequence[MemoryPlan]) -> dict[str, Any] | No
 def _plan_of(trace: StepTrace, before: Sequence[int], plan: MemoryPlan) -> dict[str, Any]:
     saved, again = under_plan(trace, plan)
     held = [level + change for level, change in zip(before, saved, strict=True)]
-    places = sampled([level + more for level, more in zip(held, again, strict=True)], _MOST_POINTS_OF_A_PLAN)
+    places = sampled([level + more for level, more in zip(held, again, strict=True)], MOST_POINTS // 2)
     return {
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.predicted_peak_bytes,
@@ -253,17 +225,16 @@ def _plan_of(trace: StepTrace, before: Sequence[int], plan: MemoryPlan) -> dict[
 
 
 def _modules_of(plan: MemoryPlan) -> list[list[Any]]:
-    """Return, for the modules with the most affected bytes, the bytes that stay, move and are recomputed."""
     found: dict[str, dict[Action, int]] = defaultdict(lambda: dict.fromkeys(Action, 0))
     for value in plan.values:
         if not value.is_anchor:
             found[value.module or "(model)"][value.action] += value.num_bytes
     changed = {module: sums[Action.OFFLOAD] + sums[Action.RECOMPUTE] for module, sums in found.items()}
     order = [module for module in sorted(changed, key=lambda module: -changed[module]) if changed[module]]
-    return [[module, *(found[module][action] for action in _ACTIONS)] for module in order[:_MOST_MODULES_OF_A_PLAN]]
-
-
-_SCRIPTS = ("base.js", "timeline.js", "modules.js", "plans.js", "main.js")
+    return [
+        [module, *(found[module][action] for action in (Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE))]
+        for module in order[:200]
+    ]
 
 
 def write_page(report: Report, path: str | os.PathLike[str], *, plans: Iterable[MemoryPlan] = ()) -> None:
@@ -276,7 +247,7 @@ def page_of(report: Report, *, plans: Iterable[MemoryPlan] = ()) -> str:
         "style": _asset("page.css"),
         "data": as_script_json(contents_of(report, list(plans))),
         "plotly": str(library("plotly.offline", "the page").get_plotlyjs()),
-        "script": "\n".join(map(_asset, _SCRIPTS)),
+        "script": "\n".join(map(_asset, ("base.js", "timeline.js", "modules.js", "plans.js", "main.js"))),
     }
     first, *pieces = _asset("page.html").split("{{")  # once, so that no user text counts as a placeholder
     filled = (piece.partition("}}") for piece in pieces)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from memkit.core.sizes import ALIGNMENT_BYTES, rounded
-from memkit.page.document import CATEGORIES, Memory, Report, Storage, memory_of, op_name
+from memkit.page.document import CATEGORIES, Memory, Report, Storage, memory_of
 
 _BEGIN = 2**36
 _PER_MOMENT_US = 1000
@@ -25,9 +25,7 @@ def write_snapshot(report: Report, path: str | os.PathLike[str]) -> None:
 
 
 def snapshot_of(report: Report) -> dict[str, Any]:
-    """Return the step of a report in the format of `torch.cuda.memory._snapshot` (hence Any). Storages from before the first op
-    are allocated first. Each allocation has two frames in place of lines of code: the op and the module. Raises ValueError if
-    the report does not know the step moment by moment."""
+    """Return the step of a report in the format of `torch.cuda.memory._snapshot` (hence Any), with op and module as frames."""
     memory = memory_of(report)
     if memory is None:
         raise ValueError(
@@ -65,14 +63,13 @@ def _rounded(storage: Storage) -> int:
 def _frames(storage: Storage) -> list[dict[str, Any]]:
     category = storage.category.value
     return [
-        {"name": op_name(storage.what), "filename": CATEGORIES.get(category, (category,))[0], "line": 0},
+        {"name": storage.what, "filename": CATEGORIES.get(category, (category,))[0], "line": 0},
         {"name": storage.module or "(model)", "filename": "module", "line": 0},
     ]
 
 
 def _placed(storages: Sequence[Storage]) -> tuple[list[int], int]:
-    """Return an address for each storage, so that none overlap at any time, and the size of the address range. Each storage
-    goes to the smallest gap that holds it, or to the end."""
+    """Return an address for each storage, so that none overlap at any time, and the size of the address range."""
     addresses, end = [0] * len(storages), _BEGIN
     gaps, ending = list[tuple[int, int]](), list[tuple[int, int]]()
     for index in sorted(range(len(storages)), key=lambda index: storages[index].begin):
@@ -124,7 +121,6 @@ def _block(address: int, size: int, **known: Any) -> dict[str, Any]:
 def _events(
     memory: Memory, storages: Sequence[Storage], addresses: Sequence[int], segment: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the events in order; at each op, frees come first."""
     opened = {
         "action": "segment_alloc",
         "addr": _BEGIN,

@@ -12,9 +12,7 @@ from memkit.plan.timeline import Levels
 
 
 def under_plan(trace: StepTrace, plan: MemoryPlan) -> tuple[list[int], list[int]]:
-    """Return the difference between a step under a plan and the plain one at each moment of its trace: bytes of saved values
-    and of values held to recompute them; and the bytes that recomputing takes on top. Raises ValueError if the plan is for
-    another step."""
+    """Return for each moment how the bytes under a plan differ from the plain step's, and what recomputing takes on top."""
     plan.check(trace)
     walk = _Walk(trace, plan)
     saved = walk.saved()
@@ -36,16 +34,13 @@ class _Walk:
         """When values are back that are recomputed on the way to others."""
 
     def request_place(self, request: int) -> int:
-        """Return how many ops have run at a request."""
         return self.trace.use_places[request] if 0 <= request < len(self.trace.use_places) else self.num_places
 
     def save_place(self, save: int) -> int:
-        """Return how many ops have run at a save, or at the first request."""
         places = self.trace.save_places
         return places[save] if 0 <= save < len(places) else self.request_place(0)
 
     def saved(self) -> list[int]:
-        """Return for each place the difference from the plain step, without what replays take."""
         levels = Levels(self.num_places)
         for planned in self.plan.values:
             if planned.is_anchor:
@@ -92,8 +87,7 @@ class _Walk:
         return found
 
     def again(self, saved: Sequence[int]) -> list[int]:
-        """Return for each place the bytes that replays take on top. They run before the op of their place, so beside the
-        storages that the previous op has left."""
+        """Return for each place the bytes that replays take on top; they run before the op of their place."""
         trace = self.trace
         held = Levels(self.num_places)
         for value in self.first_save:
@@ -108,9 +102,8 @@ class _Walk:
         for place, replays in at_place.items():
             level = trace.live_bytes[place] + saved[place]
             under = (beside[place - 1] if place else 0) + level - beside[place]
-            added[place] = max(0, max(map(self._more_bytes, replays)) + under - level)
+            for replay in replays:
+                left = {replay.value, *replay.stays}
+                more = replay_peak_bytes(self.lineage, replay.ops, left) - sum(self.lineage.num_bytes[value] for value in left)
+                added[place] = max(added[place], more + under - level)
         return added
-
-    def _more_bytes(self, replay: PlannedReplay) -> int:
-        sizes, left = self.lineage.num_bytes, {replay.value, *replay.stays}
-        return replay_peak_bytes(self.lineage, replay.ops, left) - sum(sizes[value] for value in left)

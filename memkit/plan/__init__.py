@@ -1,7 +1,6 @@
 """Decide: pure functions from sizes and times to plans. No tensor is touched here, and torch is not imported.
 
 Saved tensors:
-
 - `asked`: `plan_memory`, from a user's arguments to a plan
 - `plans`: `Plan` and `MemoryPlan`: keep, offload or recompute for each value; as a table, as JSON
 - `ratio`: from a ratio to actions; seconds of copies; bytes at each point of a backward; `offload_ratio="auto"`
@@ -12,20 +11,17 @@ Saved tensors:
 - `front`: `memkit plan`: step time against peak memory
 
 Recomputing:
-
 - `saves`: from a budget for saved tensors alone to the values to drop, op by op
 - `remat`: cuts, drop orders, and steps that a `Walk` keeps to a limit, where plans begin
 - `eviction`: evicts and recomputes values, in the simulation and in the real step
 - `regions`: calls of modules, and runs of neighbors, that are recomputed as a whole
 
 The traced step and the machine:
-
 - `step`: a step op by op, in numbers, and as JSON: which op makes which value
 - `gpu`: `Link`, `GpuSpec`: the seconds of copies and ops; GPUs known by name
 - `shards`: the bytes of one rank of a split model
 
 Weights and optimizer states:
-
 - `chunks`: offsets of tensors in a chunk; its residency
 - `residency`: `ResidencyPlan`: which layers stream, the slots, and the seconds of such a step
 - `states`: which states move together, where each piece is stepped, and where it is between steps
@@ -58,55 +54,30 @@ from memkit.plan.states import ParameterCosts, StatePiece, StatePlan, disk_bytes
 from memkit.plan.step import NO_OP, GrowingLineage, Lifetime, ModuleOps, OpKind, OpWork, Step, StepTrace, ends_of
 
 __all__ = [
-    "NO_OP",
     "Action",
-    "DTRScore",
-    "GpuSpec",
-    "GrowingLineage",
-    "HostCosts",
     "JointPlanner",
-    "LayerCosts",
-    "LayerResidency",
-    "Lifetime",
-    "Link",
     "MemoryPlan",
-    "ModuleCall",
+    "Plan",
+    "PlannedValue",
+    "infeasible",
+    "plan_memory",
+    "plan_ratio",
+    "tell_kept",
+]
+__all__ += ["DTRScore", "HostCosts", "ModuleCall", "RegionChoice", "RegionNeeds", "RegionPlanner", "RematPlanner", "Walk"]
+__all__ += [
+    "NO_OP",
+    "GrowingLineage",
+    "Lifetime",
     "ModuleOps",
     "OpKind",
     "OpWork",
-    "ParameterCosts",
-    "Plan",
-    "PlannedLayer",
-    "PlannedValue",
-    "RegionChoice",
-    "RegionNeeds",
-    "RegionPlanner",
-    "RematPlanner",
-    "ResidencyPlan",
-    "ShardPlan",
-    "ShardedParameter",
-    "StatePiece",
-    "StatePlan",
     "Step",
     "StepTrace",
-    "Walk",
-    "disk_bytes",
-    "disk_step_s",
     "ends_of",
-    "find_gpu",
     "find_spans",
-    "infeasible",
-    "plan_again",
-    "plan_auto",
-    "plan_budget",
-    "plan_memory",
-    "plan_ratio",
-    "plan_resident",
-    "plan_shards",
-    "plan_states",
-    "plan_streamed_ratio",
-    "slot_size_of",
-    "slot_sizes",
-    "tell_kept",
-    "terabytes_written",
 ]
+__all__ += ["GpuSpec", "Link", "ShardPlan", "ShardedParameter", "find_gpu", "plan_shards"]
+__all__ += ["LayerCosts", "LayerResidency", "PlannedLayer", "ResidencyPlan", "plan_again", "plan_auto", "plan_budget"]
+__all__ += ["plan_resident", "plan_streamed_ratio", "slot_size_of", "slot_sizes"]
+__all__ += ["ParameterCosts", "StatePiece", "StatePlan", "disk_bytes", "disk_step_s", "plan_states", "terabytes_written"]

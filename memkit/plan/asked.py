@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Protocol
 
 from memkit.core.sizes import check_budget, format_bytes
-from memkit.plan.budget.planning import plan_budget_jointly
+from memkit.plan.budget.planning import JointPlanner
 from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.gpu import GpuSpec, find_gpu
 from memkit.plan.plans import MemoryPlan
@@ -22,8 +22,7 @@ class TracedReport(Protocol):
     """A `memkit.profile.MemoryReport` with a trace."""
 
     @property
-    def trace(self) -> StepTrace | None:
-        """The traced step."""
+    def trace(self) -> StepTrace | None: ...
 
 
 def plan_memory(
@@ -66,7 +65,7 @@ def plan_memory(
         True
     """
     problem = problem_of(source, find_gpu(gpu), optimizer)
-    return plan_budget_jointly(problem, budget_bytes_of(budget, problem), with_bound=True)
+    return JointPlanner(problem).plan(budget_bytes_of(budget, problem), with_bound=True, is_steady=True)
 
 
 def trace_of(source: TracedReport | StepTrace) -> StepTrace:
@@ -99,8 +98,7 @@ def problem_of(source: TracedReport | StepTrace, gpu: GpuSpec, optimizer: str | 
 
 
 def budget_or_share(budget: int | float | str) -> int | float:
-    """Return a budget as bytes, or as a share of the plain step's peak. Raises TypeError, or ValueError if out of range or
-    ambiguous."""
+    """Return a budget as bytes, or as a share of the plain step's peak."""
     checked = check_budget(budget, share="share of the plain step's peak")
     if isinstance(checked, int) and isinstance(budget, Integral) and checked < _FEWEST_BYTES:
         raise ValueError(

@@ -8,28 +8,18 @@ from enum import Enum
 
 from memkit.core.sizes import ALIGNMENT_BYTES, rounded
 
-HEADER_BYTES = 512
-"""Offset of the first tensor: compilers treat offset 0 as a special case."""
+HEADER_BYTES = 512  # offset of the first tensor: compilers treat offset 0 as a special case
 
 
 class Residency(Enum):
     """Where a chunk's current bytes are: a layer's weights, or optimizer states that move together."""
 
-    HOST = "host"
-    """In host memory only."""
-    IN_FLIGHT = "in flight"
-    """On the host or a disk; a copy to the device is under way or about to begin."""
-    DEVICE = "device"
-    """On the device, with an equal copy at their origin, unless the caller has written to host memory since. States that stay
-    on the device have no such copy."""
-    STEPPING = "stepping"
-    """At their origin: a step runs on the device's copy, and may have written parts of it and of the parameters. The old
-    parameters are kept, so that the step can be undone."""
-    DIRTY = "dirty"
-    """On the device only: the copy at the origin is older. Of states stepped on the host: they are current, and the parameters
-    on the device are older."""
-    DISK = "disk"
-    """In a file, or in a buffer on the way there, only."""
+    HOST = "host"  # in host memory only
+    IN_FLIGHT = "in flight"  # on the host or a disk; a copy to the device is under way or about to begin
+    DEVICE = "device"  # with an equal copy at their origin, but for states that stay and what the caller has written since
+    STEPPING = "stepping"  # a step may have written parts of the device's copy; old parameters are kept, so it can be undone
+    DIRTY = "dirty"  # on the device only; of states stepped on the host, there: the parameters on the device are older
+    DISK = "disk"  # in a file, or in a buffer on the way there, only
 
     def may_become(self, following: Residency) -> bool:
         return following in _FOLLOWING[self]
@@ -70,8 +60,7 @@ class ChunkLayout:
 
 
 def lay_out(groups: Sequence[Sequence[tuple[int, int]]]) -> ChunkLayout:
-    """Return where tensors lie in a chunk. Each group holds the (begin, end) bytes of tensors in one storage; tensors that
-    overlap there overlap in the chunk."""
+    """Return where groups of (begin, end) bytes, each in one storage, lie in a chunk; overlaps stay overlaps."""
     regions, end = [], HEADER_BYTES
     for group in groups:
         low, high = min(begin for begin, _ in group), max(stop for _, stop in group)

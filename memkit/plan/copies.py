@@ -1,9 +1,5 @@
-"""When each copy of a step is issued, and when its source is freed: computed once, for steps that repeat an earlier one.
-
-The rules are those of the byte window (`memkit.activations.offloading.window`): offloaded values are copied, and stay
-while there is room; the oldest is freed first. In the backward, free bytes are filled with the values needed next. Small copies
-that are due close together are batched.
-"""
+"""When each copy of a step is issued, and when its source is freed: computed once, for steps that repeat an earlier one, by the
+rules of the byte window (`memkit.activations.offloading.window`). Small copies that are due close together are batched."""
 
 from __future__ import annotations
 
@@ -12,34 +8,21 @@ from dataclasses import dataclass
 
 from memkit.plan.ratio import Forecast
 
-BATCH_BYTES = 2**20
-"""Smaller copies are batched up to this size: alone they do not fill the link."""
-_MOST_COPIES = 64
-_MOST_WAIT = 8
-"""A batch waits at most this many saves to fill up."""
-_LEAD = 16
-"""A batch is fetched at least this many requests before its first use."""
+BATCH_BYTES = 2**20  # smaller copies are batched up to this size: alone they do not fill the link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopySchedule:
-    """What is due at each save and at each request of the backward. Batches leave and return in order, so counts identify
-    them."""
+    """What is due at each save and request; batches leave and return in order, so counts identify them."""
 
-    out: tuple[tuple[int, ...], ...]
-    """The batches that leave, as numbers of values."""
-    num_sent: tuple[int, ...]
-    """For each save, how many batches have been issued once it is noted; the last entry is for the end of the forward."""
-    num_released: tuple[int, ...]
-    """For each save, how many batches the device has freed by then; the last entry is for the end of the forward."""
+    out: tuple[tuple[int, ...], ...]  # the batches that leave, as numbers of values
+    num_sent: tuple[int, ...]  # for each save, and for the end of the forward, the batches issued by then
+    num_released: tuple[int, ...]  # for each save, and for the end of the forward, the batches freed by then
     back: tuple[tuple[int, ...], ...]
-    requests: tuple[int, ...]
-    """The values that the backward requests, by first request: the offloaded ones, and those whose request starts a fetch."""
-    num_fetched: tuple[int, ...]
-    """For each request, how many returning batches have been issued before it is served."""
+    requests: tuple[int, ...]  # by first request: the offloaded values, and those whose request starts a fetch
+    num_fetched: tuple[int, ...]  # for each request, how many returning batches have been issued before it is served
     peak_bytes: int
-    num_released_at_request: int = 0
-    """How many batches the device has freed once the backward requests anything, if more than before."""
+    num_released_at_request: int = 0  # batches freed once the backward requests anything, if more than before
 
 
 def schedule_copies(
@@ -55,20 +38,15 @@ def schedule_copies(
     out, num_sent, num_released, peak_bytes = _forward(sizes_bytes, leaving, saves, ready, limit_bytes)
     gone = {value for batch in out[: num_released[-1]] for value in batch}
     order, back, num_fetched = _backward(sizes_bytes, gone, saves, requests, limit_bytes, forecast)
-    before = 0
-    asked, fetched = [], []
-    for value, num in zip(order, num_fetched, strict=True):
-        if value in leaving or num != before:
-            asked.append(value)
-            fetched.append(num)
-        before = num
+    before = [0, *num_fetched]
+    shown = [place for place, value in enumerate(order) if value in leaving or num_fetched[place] != before[place]]
     return CopySchedule(
         out=tuple(out),
         num_sent=tuple(num_sent),
         num_released=tuple(num_released),
         back=tuple(back),
-        requests=tuple(asked),
-        num_fetched=tuple(fetched),
+        requests=tuple(order[place] for place in shown),
+        num_fetched=tuple(num_fetched[place] for place in shown),
         peak_bytes=peak_bytes,
     )
 
@@ -86,7 +64,7 @@ class _Batches:
             self.close()
         self.open.append(value)
         self._open_bytes += num_bytes
-        if self._open_bytes >= BATCH_BYTES or len(self.open) == _MOST_COPIES:
+        if self._open_bytes >= BATCH_BYTES or len(self.open) == 64:
             self.close()
 
     def close(self) -> None:
@@ -115,7 +93,7 @@ def _forward(
                 opened_at = place
             batches.add(ready_value)
         is_end = place == len(saves)
-        if is_end or place - opened_at >= _MOST_WAIT:
+        if is_end or place - opened_at >= 8:
             batches.close()
         while live_bytes > limit_bytes and (released < len(batches.closed) or batches.open):
             if released == len(batches.closed):
@@ -153,18 +131,15 @@ def _backward(
         while cursor < len(to_come):
             value = to_come[cursor]
             after_bytes = live_bytes + sizes_bytes[value]
-            if value != asked and not _has_room(forecast, place, places[value], after_bytes, limit_bytes):
+            if value != asked and (
+                after_bytes > limit_bytes
+                or (forecast and forecast.level_bytes(place, places[value], after_bytes) > forecast.peak_bytes)
+            ):
                 break
             live_bytes = after_bytes
             batches.add(value)
             cursor += 1
-        if batches.open and (places[batches.open[0]] - place <= _LEAD):
+        if batches.open and (places[batches.open[0]] - place <= 16):
             batches.close()
         num_fetched.append(len(batches.closed))
     return order, batches.closed, num_fetched
-
-
-def _has_room(forecast: Forecast | None, now: int, until: int, live_bytes: int, limit_bytes: int) -> bool:
-    if live_bytes > limit_bytes:
-        return False
-    return forecast is None or forecast.level_bytes(now, until, live_bytes) <= forecast.peak_bytes

@@ -69,6 +69,9 @@ class ValueStore(Protocol):
     def drop(self, value: int) -> bool:
         """Drop a value on the device if it can be recomputed; return whether it was dropped."""
 
+    def drop_call(self, needed: Container[int]) -> bool:
+        """Drop what the next ended call of a module has saved, if nothing of it is needed; tell whether any was dropped."""
+
     def run(self, op: int, in_place: Collection[int]) -> None:
         """Run an op again; the replay holds its values. It may overwrite the values `in_place`."""
 
@@ -141,6 +144,8 @@ class Walk:
     def make_room(self, num_bytes: int, needed: Container[int] = ()) -> bool:
         """Drop values, but none that are needed or given, until `num_bytes` more would fit; tell whether they do."""
         while self._store.live_bytes + self.temp_bytes + num_bytes > self.limit_bytes:
+            if self._store.drop_call(needed):
+                continue
             victim = self._victim(needed)
             if victim is None:
                 return False

@@ -6,10 +6,10 @@ import json
 import re
 import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memkit._version import __version__
 from memkit.core.extras import library
@@ -19,12 +19,9 @@ from memkit.plan.budget.planning import JointPlanner, unsure
 from memkit.plan.budget.problem import Problem
 from memkit.plan.budget.simulate import simulate
 from memkit.plan.plans import Action, MemoryPlan
+from memkit.plan.residency import spread
 from memkit.plan.shards import ShardPlan
-from memkit.plan.step import NO_OP, ModuleOps, StepTrace
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
+from memkit.plan.step import NO_OP, ModuleOps, StepTrace, short_name
 
 SCHEMA = "memkit.Front"
 SCHEMA_VERSION = 1
@@ -39,37 +36,29 @@ class CheckpointedBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontRow:
-    """One budget. A field is None if its plan does not fit; without `step_s` no plan fits."""
+    """One budget; a field is None if its plan does not fit, and without `step_s` no plan fits."""
 
     budget_bytes: int
     peak_bytes: int | None = None
     step_s: float | None = None
-    bound_s: float | None = None
-    """No plan of the budget takes less; None without scipy as well."""
-    replayed_s: float = 0.0
-    """Seconds of ops that run again, part of `step_s`."""
+    bound_s: float | None = None  # no plan of the budget takes less; None without scipy as well
+    replayed_s: float = 0.0  # seconds of ops that run again, part of `step_s`
     moved_bytes: int = 0
     num_kept: int = 0
     num_moved: int = 0
     num_again: int = 0
-    offload_s: float | None = None
-    """The step with the best plan that only offloads."""
-    recompute_s: float | None = None
-    """The step with the best plan that only recomputes."""
-    checkpoint: CheckpointedBlocks | None = None
-    """The step with the fewest blocks checkpointed, evenly spaced; None if the model has no repeated blocks."""
+    offload_s: float | None = None  # the step with the best plan that only offloads
+    recompute_s: float | None = None  # the step with the best plan that only recomputes
+    checkpoint: CheckpointedBlocks | None = None  # with the fewest blocks that fit, evenly spaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestBatch:
-    """The most samples in a step that fit in a budget. One more does not, unless the search stopped before."""
-
     budget_bytes: int
     num_plain: int
     num_planned: int
     is_plain_found: bool = True
-    is_planned_found: bool = True
-    """False if the search stopped early: more may fit."""
+    is_planned_found: bool = True  # False if the search stopped early: more may fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,18 +70,13 @@ class Front:
     optimizer: str | None
     plain_s: float
     plain_peak_bytes: int
-    least_bytes: int
-    """The smallest budget with a plan."""
+    least_bytes: int  # the smallest budget with a plan
     least_module: str
-    """The module that sets it; "" is none or the whole model."""
     least_op: str
-    """The op there that needs the most; "" if unknown."""
     rows: tuple[FrontRow, ...]
     batch: LargestBatch | None = None
-    ranks: ShardPlan | None = None
-    """Of a split model: the bytes of each rank, which all peaks include."""
-    notes: tuple[str, ...] = ()
-    """Reasons why the figures are unsure."""
+    ranks: ShardPlan | None = None  # of a split model: the bytes of each rank, which all peaks include
+    notes: tuple[str, ...] = ()  # reasons why the figures are unsure
 
     def to_json(self, plans: Mapping[int, Any]) -> str:
         content = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "memkit": __version__, **asdict(self)}
@@ -100,8 +84,7 @@ class Front:
 
 
 def largest(num_bytes: Callable[[int], int], budget_bytes: int, *, begin: int, most: int) -> tuple[int, bool]:
-    """Return the largest batch that fits in a budget, and whether one more was found not to fit, after at most `most` tries: on
-    the line through two tried batches that enclose the answer, if possible, or half-way between."""
+    """Return the largest batch that fits, and whether one more was found not to fit, after at most `most` tries."""
     tried = {0: 0}
 
     def fits(batch: int) -> bool:
@@ -109,43 +92,30 @@ def largest(num_bytes: Callable[[int], int], budget_bytes: int, *, begin: int, m
             tried[batch] = num_bytes(batch)
         return tried[batch] <= budget_bytes
 
+    def on_line(first: int, second: int) -> int:
+        rise = max((tried[second] - tried[first]) / (second - first), 1e-9)
+        return int(min(first + (budget_bytes - tried[first]) / rise, 2**40))
+
     low, high = (begin, None) if fits(begin) else (0, begin)
     while len(tried) <= most and (high is None or high - low > 1):
-        guess = _guess(low, high, tried, budget_bytes)
-        if fits(guess):
-            low = guess
-        else:
-            high = guess
+        known = sorted(tried)
+        if high is None:  # at first only 0 and one more are known
+            guess = 2 * low if len(known) == 2 else max(low + 1, min(on_line(known[-2], known[-1]), 16 * low))
+        elif low > 0 and len(tried) % 4 == 0:
+            guess = (low + high) // 2
+        else:  # through the smallest two that don't fit if none fits; in proportion if there is only one
+            first, second = (low, high) if low > 0 or len(known) == 2 else (known[1], known[2])
+            guess = max(low + 1, min(on_line(first, second), high - 1))
+        low, high = (guess, high) if fits(guess) else (low, guess)
     return low, high is not None and high - low <= 1
 
 
-def _guess(low: int, high: int | None, tried: dict[int, int], budget_bytes: int) -> int:
-    known = sorted(tried)
-    if high is None:
-        if len(known) == 2:  # only 0 and the first
-            return 2 * low
-        return max(low + 1, min(_on_line(known[-2], known[-1], tried, budget_bytes), 16 * low))
-    if low > 0 and len(tried) % 4 == 0:
-        return (low + high) // 2
-    # Through the smallest two that don't fit if none fits; in proportion if there is only one.
-    first, second = (low, high) if low > 0 or len(known) == 2 else (known[1], known[2])
-    guess = _on_line(first, second, tried, budget_bytes)
-    return max(low + 1, min(guess, high - 1))
-
-
-def _on_line(first: int, second: int, tried: dict[int, int], budget_bytes: int) -> int:
-    rise = max((tried[second] - tried[first]) / (second - first), 1e-9)
-    return int(min(first + (budget_bytes - tried[first]) / rise, 2**40))
-
-
-_NO_LIMIT = 2**62
 _SAVES_ITS_RESULT = re.compile(r"aten\.(relu|sigmoid|tanh|_?softmax|exp)_?\.")
 """Ops whose result autograd saves. Source: PyTorch's derivatives.yaml."""
 
 
 def blocks_of(trace: StepTrace) -> list[ModuleOps]:
-    """Return the calls of a model's repeated blocks: members of lists whose members share one class and have submodules. Nested
-    blocks do not count."""
+    """Return the calls of a model's repeated blocks, outermost ones: members of lists of one class, with submodules."""
     members, parents = defaultdict[str, list[ModuleOps]](list), set[str]()
     for call in trace.modules:
         parts = call.module.split(".")
@@ -162,12 +132,7 @@ def blocks_of(trace: StepTrace) -> list[ModuleOps]:
     return sorted((block for block in outer if block.end > block.begin), key=lambda block: block.begin)
 
 
-def evenly(num_chosen: int, num_all: int) -> list[int]:
-    return [place for place in range(num_all) if (place + 1) * num_chosen // num_all != place * num_chosen // num_all]
-
-
 def with_checkpoints(problem: Problem, blocks: Sequence[ModuleOps]) -> tuple[Action, ...]:
-    """Return the action for each value if some blocks are checkpointed and the rest is plain."""
     lineage, actions = problem.lineage, list(problem.plain)
     block_of = dict[int, int]()
     for number, block in enumerate(blocks):
@@ -193,12 +158,12 @@ def checkpoint_curve(problem: Problem, *, most: int = 12) -> list[CheckpointedBl
     if not blocks:
         return []
     counts = sorted({-(-len(blocks) * step // most) for step in range(1, most + 1)})
-    return [_checkpointed(problem, [blocks[place] for place in evenly(count, len(blocks))]) for count in counts]
+    return [_checkpointed(problem, [blocks[place] for place in spread(len(blocks), count)]) for count in counts]
 
 
 def _checkpointed(problem: Problem, blocks: Sequence[ModuleOps]) -> CheckpointedBlocks:
     actions = with_checkpoints(problem, blocks)
-    found = simulate(problem, actions, _NO_LIMIT)
+    found = simulate(problem, actions, 2**62)
     run_again = {op for replay in found.replays for op in replay.ops}
     more_s, twice_bytes = 0.0, 0
     for block in blocks:
@@ -215,8 +180,7 @@ def _checkpointed(problem: Problem, blocks: Sequence[ModuleOps]) -> Checkpointed
 
 
 def _saved_last(problem: Problem, actions: Sequence[Action], block: ModuleOps) -> tuple[int, int]:
-    """Return the last op of a block whose result is saved in it, and the bytes saved in it that stay because later ops read
-    them: these exist twice while the block runs again."""
+    """Return a block's last op whose result is saved in it, and the saved bytes that later ops read: these exist twice."""
     lineage, trace = problem.lineage, problem.trace
     last, num_bytes = block.begin - 1, 0
     for held, action in zip(problem.values, actions, strict=True):
@@ -234,16 +198,11 @@ def _saved_last(problem: Problem, actions: Sequence[Action], block: ModuleOps) -
 def fewest_that_fit(
     curve: Sequence[CheckpointedBlocks], budget_bytes: int, plain: CheckpointedBlocks
 ) -> CheckpointedBlocks | None:
-    """Return the step with the fewest checkpointed blocks (or `plain`) that fits a budget; None if none fits or there are no
-    blocks."""
-    if not curve:
-        return None
-    return next((found for found in (plain, *curve) if found.peak_bytes <= budget_bytes), None)
+    return next((found for found in (plain, *curve) if curve and found.peak_bytes <= budget_bytes), None)
 
 
 def default_budgets(problem: Problem, least_bytes: int, num_budgets: int) -> list[int]:
-    """Return budgets at even distances, from the plain step's peak, or the GPU's memory if less, down to the least. Raises
-    BudgetInfeasible if the GPU has less than that."""
+    """Return budgets at even distances, from the plain step's peak, or the GPU's memory if less, down to the least."""
     gpu = problem.gpu
     if least_bytes > gpu.memory_bytes:
         raise BudgetInfeasible(
@@ -259,15 +218,8 @@ def default_budgets(problem: Problem, least_bytes: int, num_budgets: int) -> lis
 
 
 def make_front(
-    problem: Problem,
-    limits: Sequence[int] | None,
-    *,
-    num_budgets: int,
-    optimizer: str | None,
-    needs_plan: bool = True,
+    problem: Problem, limits: Sequence[int] | None, *, num_budgets: int, optimizer: str | None, needs_plan: bool = True
 ) -> tuple[Front, dict[int, MemoryPlan]]:
-    """Return the front of a step, and its plans by budget in bytes. Raises BudgetInfeasible if `needs_plan` and no budget can
-    be kept."""
     planner = JointPlanner(problem)
     least = planner.least()
     if limits is None and least.peak_bytes > problem.gpu.memory_bytes and not needs_plan:
@@ -281,11 +233,35 @@ def make_front(
             refused.append(error)
     if refused and not plans and needs_plan:
         raise refused[-1]
-    offload, recompute = (_alone(planner, only, plans) for only in (Action.OFFLOAD, Action.RECOMPUTE))
+    alone_s = {
+        only: {limit: one.best(limit).seconds for limit in sorted(plans) if limit >= one.least().peak_bytes}
+        for only, one in ((only, planner.alone[only]) for only in (Action.OFFLOAD, Action.RECOMPUTE))
+    }
     curve = checkpoint_curve(problem)
     plain = CheckpointedBlocks(num_blocks=0, peak_bytes=problem.plain_peak_bytes, step_s=problem.plain_s)
     module, op = problem.module_at(least.worst_slot)
     trace, gpu = problem.trace, problem.gpu
+
+    def row(limit: int) -> FrontRow:
+        if limit not in plans:
+            return FrontRow(budget_bytes=limit)
+        plan = plans[limit]
+        counts = Counter(value.action for value in plan.values if not value.is_anchor)
+        return FrontRow(
+            budget_bytes=limit,
+            peak_bytes=plan.predicted_peak_bytes,
+            step_s=plan.predicted_s,
+            bound_s=plan.bound_s,
+            replayed_s=plan.replayed_s,
+            moved_bytes=plan.moved_bytes,
+            num_kept=counts[Action.KEEP],
+            num_moved=counts[Action.OFFLOAD],
+            num_again=counts[Action.RECOMPUTE],
+            offload_s=alone_s[Action.OFFLOAD].get(limit),
+            recompute_s=alone_s[Action.RECOMPUTE].get(limit),
+            checkpoint=fewest_that_fit(curve, limit, plain),
+        )
+
     front = Front(
         model=trace.model,
         inputs=trace.inputs,
@@ -298,86 +274,39 @@ def make_front(
         least_module=module,
         least_op=op,
         notes=tuple(unsure(problem)),
-        rows=tuple(
-            FrontRow(budget_bytes=limit)
-            if limit not in plans
-            else _row(plans[limit], offload.get(limit), recompute.get(limit), fewest_that_fit(curve, limit, plain))
-            for limit in dict.fromkeys(asked)
-        ),
+        rows=tuple(map(row, dict.fromkeys(asked))),
     )
     return front, plans
 
 
-def _alone(joint: JointPlanner, only: Action, budgets: Iterable[int]) -> dict[int, float]:
-    planner = joint.alone[only]
-    least_bytes = planner.least().peak_bytes
-    return {limit: planner.best(limit).seconds for limit in sorted(budgets) if limit >= least_bytes}
-
-
-def _row(
-    plan: MemoryPlan, offload_s: float | None, recompute_s: float | None, checkpoint: CheckpointedBlocks | None
-) -> FrontRow:
-    counts = Counter(value.action for value in plan.values if not value.is_anchor)
-    return FrontRow(
-        budget_bytes=plan.budget_bytes,
-        peak_bytes=plan.predicted_peak_bytes,
-        step_s=plan.predicted_s,
-        bound_s=plan.bound_s,
-        replayed_s=plan.replayed_s,
-        moved_bytes=plan.moved_bytes,
-        num_kept=counts[Action.KEEP],
-        num_moved=counts[Action.OFFLOAD],
-        num_again=counts[Action.RECOMPUTE],
-        offload_s=offload_s,
-        recompute_s=recompute_s,
-        checkpoint=checkpoint,
-    )
-
-
-_COLUMNS = 80
 _HEADS = (
-    ("", "budget"),
-    ("", "peak"),
-    ("step", "ms"),
-    ("/", "plain"),
-    ("bound", ">="),
-    ("again", "ms"),
-    ("moved", ""),
-    ("kept/moved/", "again"),
-    ("off-", "load"),
-    ("recom-", "pute"),
-    ("check-", "point"),
+    ("budget", "peak", "step", "/", "bound", "again", "moved", "kept/moved/", "off-", "recom-", "check-"),
+    ("UNIT", "UNIT", "ms", "plain", ">=", "ms", "UNIT", "again", "load", "pute", "point"),
 )
-_BUDGET, _PEAK, _MOVED = 0, 1, 6
-_GO = (5, 7, 4, _MOVED, 10, 8, 9)
-"""The columns that a too wide table leaves out, in this order."""
 
 
 def to_text(front: Front, *, width: int | None = None) -> str:
-    columns = _COLUMNS if width is None else min(width, _COLUMNS)
+    columns = 80 if width is None else min(width, 80)
     unit, unit_bytes = ("GiB", 2**30) if front.plain_peak_bytes >= 2**30 else ("MiB", 2**20)
-    heads = [
-        (below, unit) if place in (_BUDGET, _PEAK) else ("moved", unit) if place == _MOVED else (above, below)
-        for place, (above, below) in enumerate(_HEADS)
-    ]
+    above = [[head.replace("UNIT", unit) for head in heads] for heads in _HEADS]
     cells = [_cells(row, front.plain_s, unit_bytes) for row in front.rows]
-    above = [[head[level] for head in heads] for level in (0, 1)]
     widths = [max(map(len, column)) for column in zip(*above, *cells, strict=True)]
-    places, may_go = list(range(len(widths))), list(_GO)
+    places, may_go = list(range(len(widths))), [5, 7, 4, 6, 10, 8, 9]  # the columns that a too wide table leaves out first
     while width is not None and may_go and sum(widths[place] + 1 for place in places) - 1 > width:
         places.remove(may_go.pop(0))
 
     def line(row: Sequence[str]) -> str:
         return " ".join(row[place].rjust(widths[place]) for place in places).rstrip()
 
-    lines = [*_headline(front, columns), "", *map(line, above), line(["-" * width for width in widths])]
-    return "\n".join([*lines, *map(line, cells), "", *_below(front, columns)])
-
-
-def _headline(front: Front, columns: int) -> list[str]:
     states = "" if front.optimizer is None else f", with the states of {front.optimizer}"
-    how = "predicted" if front.is_measured else "predicted; not measured"
-    return textwrap.wrap(f"{front.model}, {front.inputs}{states}, on {front.gpu} ({how})", columns)
+    title = f"{front.model}, {front.inputs}{states}, on {_predicted_for(front)}"
+    lines = [*textwrap.wrap(title, columns), "", *map(line, above), line(["-" * width for width in widths])]
+    said = (part for below in _below(front) for part in textwrap.wrap(below, columns))
+    return "\n".join([*lines, *map(line, cells), "", *said])
+
+
+def _predicted_for(front: Front) -> str:
+    return f"{front.gpu} ({'predicted' if front.is_measured else 'predicted; not measured'})"
 
 
 def _cells(row: FrontRow, plain_s: float, unit_bytes: int) -> list[str]:
@@ -403,14 +332,10 @@ def _cells(row: FrontRow, plain_s: float, unit_bytes: int) -> list[str]:
     ]
 
 
-def _below(front: Front, columns: int) -> list[str]:
-    op = front.least_op.removeprefix("aten.").partition(".")[0]
-    where = ", ".join(part for part in (front.least_module, op) if part)
-    least = f"least budget: {format_gib(front.least_bytes)}" + (f" (set by {where})" if where else "")
-    lines = [
-        *textwrap.wrap(f"plain peak: {format_gib(front.plain_peak_bytes)}, step {front.plain_s * 1e3:.1f} ms", columns),
-        *textwrap.wrap(least, columns),
-    ]
+def _below(front: Front) -> Iterator[str]:
+    where = ", ".join(part for part in (front.least_module, short_name(front.least_op)) if part)
+    yield f"plain peak: {format_gib(front.plain_peak_bytes)}, step {front.plain_s * 1e3:.1f} ms"
+    yield f"least budget: {format_gib(front.least_bytes)}" + (f" (set by {where})" if where else "")
     ranks = front.ranks
     if ranks is not None:
         shards = (
@@ -423,33 +348,32 @@ def _below(front: Front, columns: int) -> list[str]:
             said += f"{gathered}, on the way there {format_gib(ranks.brought_bytes)}; in host memory {shards}"
         else:
             said += f"{shards}, {gathered}"
-        lines += textwrap.wrap(said, columns)
+        yield said
     batch = front.batch
     if batch is not None:
         plain = f"{batch.num_plain}{'' if batch.is_plain_found else ' or more'}"
         planned = f"{batch.num_planned}{'' if batch.is_planned_found else ' or more'}"
-        said = f"the largest batch that fits in {format_gib(batch.budget_bytes)}: plain {plain}, planned {planned}"
-        lines += textwrap.wrap(said, columns)
-    return [*lines, *(line for note in front.notes for line in textwrap.wrap(f"note: {note}", columns))]
-
-
-_GIB = 2**30
+        yield f"the largest batch that fits in {format_gib(batch.budget_bytes)}: plain {plain}, planned {planned}"
+    yield from (f"note: {note}" for note in front.notes)
 
 
 def draw(front: Front, path: Path) -> None:
-    """Draw step / plain against the peak, one line per mechanism. The file's suffix sets the format. Raises ModuleNotFoundError
-    without matplotlib."""
+    """Draw step / plain against the peak, one line per mechanism; the file's suffix sets the format."""
     figure = library("matplotlib.figure", "a picture").Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    _draw_line(axes, "o-", "best mix", [(row.peak_bytes, row.step_s) for row in front.rows], front.plain_s)
-    _draw_line(axes, "_:", "lower bound", [(row.budget_bytes, row.bound_s) for row in front.rows], front.plain_s)
-    _draw_line(axes, "s--", "offload alone", [(row.budget_bytes, row.offload_s) for row in front.rows], front.plain_s)
-    _draw_line(axes, "^--", "recompute alone", [(row.budget_bytes, row.recompute_s) for row in front.rows], front.plain_s)
     blocks = {row.checkpoint.num_blocks: row.checkpoint for row in front.rows if row.checkpoint is not None}
-    points = [(found.peak_bytes, found.step_s) for _, found in sorted(blocks.items())]
-    _draw_line(axes, "D", "checkpointed blocks", points, front.plain_s)
-    how = "predicted" if front.is_measured else "predicted; not measured"
-    axes.set(xlabel="peak allocated (GiB)", ylabel="step / plain", title=f"{front.model} on {front.gpu} ({how})")
+    drawn: dict[str, tuple[str, list[tuple[int | None, float | None]]]] = {
+        "best mix": ("o-", [(row.peak_bytes, row.step_s) for row in front.rows]),
+        "lower bound": ("_:", [(row.budget_bytes, row.bound_s) for row in front.rows]),
+        "offload alone": ("s--", [(row.budget_bytes, row.offload_s) for row in front.rows]),
+        "recompute alone": ("^--", [(row.budget_bytes, row.recompute_s) for row in front.rows]),
+        "checkpointed blocks": ("D", [(found.peak_bytes, found.step_s) for _, found in sorted(blocks.items())]),
+    }
+    for label, (style, points) in drawn.items():
+        there = [(peak / 2**30, time_s / front.plain_s) for peak, time_s in points if peak is not None and time_s is not None]
+        if there:
+            axes.plot(*zip(*there, strict=True), style, label=label)
+    axes.set(xlabel="peak allocated (GiB)", ylabel="step / plain", title=f"{front.model} on {_predicted_for(front)}")
     shares = [row.step_s / front.plain_s for row in front.rows if row.step_s is not None]
     # lines above twice the plain step, such as offload alone, would flatten all others
     most = max([share for share in shares if share <= 2] or shares, default=1.0)
@@ -457,9 +381,3 @@ def draw(front: Front, path: Path) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
     figure.savefig(path)
-
-
-def _draw_line(axes: Axes, style: str, label: str, points: Sequence[tuple[int | None, float | None]], plain_s: float) -> None:
-    there = [(peak / _GIB, seconds / plain_s) for peak, seconds in points if peak is not None and seconds is not None]
-    if there:
-        axes.plot([peak for peak, _ in there], [share for _, share in there], style, label=label)

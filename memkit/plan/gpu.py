@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from memkit.core.schemas import read_json
 from memkit.errors import ReportFormatError
@@ -102,7 +101,11 @@ class GpuSpec:
         for name in ("copy_latency_s", "launch_s"):
             _check(name, getattr(self, name), may_be_zero=True)
         for name in ("flops_per_s", "factors", *_BY_THREADS):
-            _check_each(name, getattr(self, name), may_be_zero=name == "factors")
+            values = getattr(self, name)
+            if not isinstance(values, Mapping):
+                raise ValueError(f"{name} must be numbers by name; found {values!r}")
+            for key, value in values.items():
+                _check(f"{name}[{key!r}]", value, may_be_zero=name == "factors")
         for name in ("shared_updates_per_s", "shared_bytes_per_s"):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name))
@@ -121,14 +124,9 @@ class GpuSpec:
             return 0.0
         flops_per_s = self.flops_per_s.get(op.dtype) or min(self.flops_per_s.values(), default=math.inf)
         at_full_speed_s = max(op.num_bytes / self.bytes_per_s, op.flops / flops_per_s)
-        return max(self.launch_s, at_full_speed_s * self._factor(op, is_backward))
-
-    def _factor(self, op: OpWork, is_backward: bool) -> float:
-        for name in (op.name.rpartition(".")[0], op.kind.value):
-            for key in (f"{name}_backward", name) if is_backward else (name,):
-                if key in self.factors:
-                    return self.factors[key]
-        return 1.0
+        names = (op.name.rpartition(".")[0], op.kind.value)
+        keys = (key for name in names for key in ((f"{name}_backward", name) if is_backward else (name,)))
+        return max(self.launch_s, at_full_speed_s * next((self.factors[key] for key in keys if key in self.factors), 1.0))
 
     def to_json(self) -> str:
         """Return the spec as JSON, for `from_json`."""
@@ -147,20 +145,16 @@ class GpuSpec:
         content, where = read_json(
             source, schema=SCHEMA, version=SCHEMA_VERSION, what="the spec of a GPU", error=ReportFormatError, do=_ASK
         )
+        known = {item.name: item for item in fields(cls)}
         try:
-            return _spec_from(content)
+            for name, item in known.items():
+                if name not in content and item.default is MISSING and item.default_factory is MISSING:
+                    raise ValueError(f'it has no "{name}"')
+            if not content["flops_per_s"]:
+                raise ValueError('flops_per_s must name at least one dtype, such as {"float32": 1e13}; found none')
+            return cls(**{name: value for name, value in content.items() if name in known})
         except ValueError as error:
             raise ReportFormatError(f"{where} is not the whole spec of a GPU: {error}. {_ASK}") from error
-
-
-def _spec_from(content: Mapping[str, Any]) -> GpuSpec:
-    known = {item.name: item for item in fields(GpuSpec)}
-    for name, item in known.items():
-        if name not in content and item.default is MISSING and item.default_factory is MISSING:
-            raise ValueError(f'it has no "{name}"')
-    if not content["flops_per_s"]:
-        raise ValueError('flops_per_s must name at least one dtype, such as {"float32": 1e13}; found none')
-    return GpuSpec(**{name: value for name, value in content.items() if name in known})
 
 
 def _check(name: str, value: object, *, may_be_zero: bool = False) -> None:
@@ -169,15 +163,6 @@ def _check(name: str, value: object, *, may_be_zero: bool = False) -> None:
     if value < 0 or (value == 0 and not may_be_zero):
         raise ValueError(f"{name} must be {'0 or more' if may_be_zero else 'above 0'}; found {value!r}")
 
-
-def _check_each(name: str, values: object, *, may_be_zero: bool) -> None:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{name} must be numbers by name; found {values!r}")
-    for key, value in values.items():
-        _check(f"{name}[{key!r}]", value, may_be_zero=may_be_zero)
-
-
-_GIB = 2**30
 
 FACTORS: Mapping[str, float] = {
     "convolution": 1.45,
@@ -195,11 +180,9 @@ FACTORS: Mapping[str, float] = {
     "aten._fused_rms_norm": 1.0,
     "aten._fused_rms_norm_backward": 1.0,
 }
-"""How far the ops of a ResNet-50 in float32 (channels first, TF32) and of a Llama in bfloat16 stay below the H200's full speed.
-Others were not measured, so every GPU gets these. The convolution of few channels is the ResNet's first."""
+"""How far ops of a ResNet-50 (float32, TF32) and a Llama (bfloat16) stay below an H200's full speed: taken for every GPU."""
 
-_OF_MEMORY, _OF_FLOPS = 4.0 / 4.8, 0.7075
-"""The share of an H200's datasheet figures that a large copy and a large matrix product reach. Taken for every GPU."""
+_OF_MEMORY, _OF_FLOPS = 4.0 / 4.8, 0.7075  # of an H200's datasheet figures, what a large copy and product reach
 
 
 def _from_datasheet(
@@ -209,16 +192,13 @@ def _from_datasheet(
     tflops: tuple[float, float, float],
     link_gb_per_s: tuple[float, float, float],
     source: str,
-    *,
-    is_measured: bool = False,
 ) -> GpuSpec:
-    """Return a spec from CUDA's reported memory (rounded down) and a datasheet: dense TFLOPS of 16-bit dtypes accumulated in
-    float32, of TF32, of float64; the link's GB/s to the host, back, and each way with both at once."""
+    """Return a spec from CUDA's memory and a datasheet: TFLOPS of 16 bit, TF32, float64; GB/s out, back and both at once."""
     half, tf32, double = (1e12 * _OF_FLOPS * figure for figure in tflops)
     out, back, both = (1e9 * figure for figure in link_gb_per_s)
     return GpuSpec(
         name=name,
-        memory_bytes=int(memory_gib * _GIB),
+        memory_bytes=int(memory_gib * 2**30),
         bytes_per_s=1e9 * _OF_MEMORY * memory_gb_per_s,
         flops_per_s={"bfloat16": half, "float16": half, "float32": tf32, "float64": double},
         d2h_bytes_per_s=out,
@@ -226,41 +206,32 @@ def _from_datasheet(
         both_bytes_per_s=both,
         factors=FACTORS,
         source=source,
-        is_measured=is_measured,
+        is_measured=name == "H200",
     )
 
 
 _PCIE4 = (25.0, 25.0, 21.0)
-"""GB/s of PCIe 4 x16 from pinned memory. Source: about 25 each way by nvbandwidth on many machines; the figure for both at once
-is scaled as on PCIe 5, and differs between boards."""
-_PCIE5 = (55.3, 55.5, 50.8)
-"""GB/s of PCIe 5 x16, as measured by memkit beside an H200."""
+"""GB/s of PCIe 4 x16 from pinned memory. Source: nvbandwidth on many machines; both at once is scaled as on PCIe 5."""
+_PCIE5 = (55.3, 55.5, 50.8)  # GB/s of PCIe 5 x16, as measured by memkit beside an H200
 _C2C = (290.0, 370.0, 250.0)
 _HOPPER = (989.4, 494.7, 66.9)
 _AMPERE = (312.0, 156.0, 19.5)
+_4X16 = "link: PCIe 4 x16"
 _OF_H200 = "NVIDIA H200 datasheet (SXM); speeds reached and link (PCIe 5) as measured by memkit"
-_OF_H100 = "NVIDIA H100 datasheet and Hopper whitepaper (SXM5, 80 GB); link as of an H200"
-_OF_A100 = "NVIDIA A100 datasheet (SXM4, {} GB); link: PCIe 4 x16"
-_OF_3060 = "28 SMs at 1.777 GHz, each as of the GA102 whitepaper, and 360 GB/s (12 GB); link: PCIe 4 x16"
+_OF_3060 = f"28 SMs at 1.777 GHz, each as of the GA102 whitepaper, and 360 GB/s (12 GB); {_4X16}"
 _OF_GH200 = "NVIDIA GH200 datasheet (96 GB); link: NVLink-C2C, 450 GB/s each way, of which copies reach less: a guess"
-_OF_L40S = "NVIDIA L40S datasheet (48 GB); link: PCIe 4 x16"
-_OF_4090 = "NVIDIA Ada architecture whitepaper (24 GB); link: PCIe 4 x16"
-_OF_3090 = "NVIDIA Ampere GA102 architecture whitepaper (24 GB); link: PCIe 4 x16"
-
-GPUS: Mapping[str, GpuSpec] = {
-    spec.name: spec
-    for spec in (
-        _from_datasheet("H200", 139, 4800, _HOPPER, _PCIE5, _OF_H200, is_measured=True),
-        _from_datasheet("H100", 79, 3350, _HOPPER, _PCIE5, _OF_H100),
-        _from_datasheet("A100-80", 79, 2039, _AMPERE, _PCIE4, _OF_A100.format(80)),
-        _from_datasheet("A100-40", 39, 1555, _AMPERE, _PCIE4, _OF_A100.format(40)),
-        _from_datasheet("L40S", 44, 864, (362.05, 183.0, 1.43), _PCIE4, _OF_L40S),
-        _from_datasheet("RTX 4090", 23.5, 1008, (165.2, 82.6, 1.29), _PCIE4, _OF_4090),
-        _from_datasheet("RTX 3090", 23.5, 936, (71.0, 35.6, 0.56), _PCIE4, _OF_3090),
-        _from_datasheet("RTX 3060", 11.6, 360, (25.5, 12.7, 0.2), _PCIE4, _OF_3060),
-        _from_datasheet("GH200", 94, 4000, _HOPPER, _C2C, _OF_GH200),
-    )
-}
+_ROWS = (
+    ("H200", 139, 4800, _HOPPER, _PCIE5, _OF_H200),
+    ("H100", 79, 3350, _HOPPER, _PCIE5, "NVIDIA H100 datasheet and Hopper whitepaper (SXM5, 80 GB); link as of an H200"),
+    ("A100-80", 79, 2039, _AMPERE, _PCIE4, f"NVIDIA A100 datasheet (SXM4, 80 GB); {_4X16}"),
+    ("A100-40", 39, 1555, _AMPERE, _PCIE4, f"NVIDIA A100 datasheet (SXM4, 40 GB); {_4X16}"),
+    ("L40S", 44, 864, (362.05, 183.0, 1.43), _PCIE4, f"NVIDIA L40S datasheet (48 GB); {_4X16}"),
+    ("RTX 4090", 23.5, 1008, (165.2, 82.6, 1.29), _PCIE4, f"NVIDIA Ada architecture whitepaper (24 GB); {_4X16}"),
+    ("RTX 3090", 23.5, 936, (71.0, 35.6, 0.56), _PCIE4, f"NVIDIA Ampere GA102 architecture whitepaper (24 GB); {_4X16}"),
+    ("RTX 3060", 11.6, 360, (25.5, 12.7, 0.2), _PCIE4, _OF_3060),
+    ("GH200", 94, 4000, _HOPPER, _C2C, _OF_GH200),
+)
+GPUS: Mapping[str, GpuSpec] = {row[0]: _from_datasheet(*row) for row in _ROWS}
 
 
 def find_gpu(gpu: str | os.PathLike[str] | GpuSpec) -> GpuSpec:

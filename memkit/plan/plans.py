@@ -9,16 +9,14 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tabulate import tabulate
 
 from memkit.core.schemas import read_json
 from memkit.core.sizes import format_bytes
 from memkit.errors import BudgetInfeasible, PlanFormatError
-
-if TYPE_CHECKING:
-    from memkit.plan.step import Step, StepTrace
+from memkit.plan.step import Step, StepTrace
 
 SCHEMA = "memkit.MemoryPlan"
 SCHEMA_VERSION = 1
@@ -37,9 +35,8 @@ class Action(str, Enum):
 
 
 def limit_of(seen_bytes: int, ratio: float, window_bytes: int) -> int:
-    """Return the most bytes of saved tensors that the device may hold: the share that the ratio keeps, and beside it room for
-    the last copies, which may outlast the forward: a quarter of the window, or up to the whole window as long as that is within
-    a 64th of all saved bytes. At least the window."""
+    """Return the most bytes of saved tensors that the device may hold: the share that the ratio keeps, and room for the last
+    copies, a quarter of the window, or up to all of it if that is within a 64th of all saved bytes."""
     beside_bytes = max(window_bytes // 4, min(window_bytes, seen_bytes // 64))
     return max(round((1 - ratio) * seen_bytes) + beside_bytes, window_bytes)
 
@@ -90,8 +87,6 @@ class PlannedValue:
 
 
 class _Explained:
-    """The bytes of a plan by action, and its table."""
-
     __slots__ = ()
 
     @property
@@ -124,38 +119,35 @@ class _Explained:
             depth: how many parts of module names are told apart: by default all, 0 for none.
         """
         values, totals = self._told()
+        groups: dict[tuple[str, ...], list[PlannedValue]] = {}
+        for value in values:
+            module = ".".join(value.module.split(".")[:depth]) if depth is not None else value.module
+            op = () if depth is not None else (value.op,)
+            action = f"hold, {value.action.value}" if value.is_anchor else value.action.value
+            groups.setdefault((module, *op, action, value.reason), []).append(value)
+        columns: dict[str, list[object]] = {}
+        for (*names, action, reason), group in groups.items():
+            row = dict(zip(("module", "op"), (name or "-" for name in names), strict=False))
+            cells = {
+                **row,
+                "action": action,
+                "values": len(group),
+                "size": format_bytes(sum(value.num_bytes for value in group)),
+                "again (ms)": _milliseconds(sum(value.cost_s for value in group)),
+                "link (ms)": _milliseconds(sum(value.link_s for value in group)),
+                "why": reason,
+            }
+            for name, cell in cells.items():
+                columns.setdefault(name, []).append(cell)
+        if not any(columns.get("link (ms)", ())):
+            columns.pop("link (ms)", None)
+        aligned = ["right" if name in ("values", "size", "again (ms)", "link (ms)") else "left" for name in columns]
+        table = tabulate(columns, headers="keys", colalign=aligned, disable_numparse=True)
         shares = (
             f"kept: {format_bytes(self.kept_bytes)}, offloaded: {format_bytes(self.offload_bytes)}, "
             f"recomputed: {format_bytes(self.recompute_bytes)}"
         )
-        return "\n".join([_table_of(values, depth), shares, *totals])
-
-
-def _table_of(values: Sequence[PlannedValue], depth: int | None) -> str:
-    groups: dict[tuple[str, ...], list[PlannedValue]] = {}
-    for value in values:
-        module = ".".join(value.module.split(".")[:depth]) if depth is not None else value.module
-        op = () if depth is not None else (value.op,)
-        action = f"hold, {value.action.value}" if value.is_anchor else value.action.value
-        groups.setdefault((module, *op, action, value.reason), []).append(value)
-    columns: dict[str, list[object]] = {}
-    for (*names, action, reason), group in groups.items():
-        row = dict(zip(("module", "op"), (name or "-" for name in names), strict=False))
-        cells = {
-            **row,
-            "action": action,
-            "values": len(group),
-            "size": format_bytes(sum(value.num_bytes for value in group)),
-            "again (ms)": _milliseconds(sum(value.cost_s for value in group)),
-            "link (ms)": _milliseconds(sum(value.link_s for value in group)),
-            "why": reason,
-        }
-        for name, cell in cells.items():
-            columns.setdefault(name, []).append(cell)
-    if not any(columns.get("link (ms)", ())):
-        columns.pop("link (ms)", None)
-    aligned = ["right" if name in ("values", "size", "again (ms)", "link (ms)") else "left" for name in columns]
-    return tabulate(columns, headers="keys", colalign=aligned, disable_numparse=True)
+        return "\n".join([table, shares, *totals])
 
 
 def _milliseconds(seconds: float) -> str:
@@ -239,15 +231,13 @@ class Plan(_Explained):
 
     def with_moved(self, moved: Collection[int]) -> Plan:
         """Return the plan where an outer context moves some of the values that stay."""
-        moves = [save.action is Action.KEEP and save.value in moved for save in self.saves]
-        if not any(moves):
-            return self
-        why = "the context outside moves it"
-        saves = zip(self.saves, moves, strict=True)
-        return replace(
-            self,
-            saves=tuple(replace(save, action=Action.OFFLOAD, reason=why) if is_moved else save for save, is_moved in saves),
-        )
+        saves = [
+            replace(save, action=Action.OFFLOAD, reason="the context outside moves it")
+            if save.action is Action.KEEP and save.value in moved
+            else save
+            for save in self.saves
+        ]
+        return replace(self, saves=tuple(saves))
 
     def _told(self) -> tuple[Sequence[PlannedValue], Iterable[str]]:
         if self.budget_bytes is None:
@@ -260,40 +250,32 @@ class Plan(_Explained):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedReplay:
-    request: int
-    """The request of the value, or the first of several with no op between them: all their replays run before it is
-    answered."""
+    request: int  # that of the value, or the first of several with no op between them
     value: int
-    ops: tuple[int, ...]
-    """Ops of the lineage, in this order."""
-    stays: tuple[int, ...] = ()
-    """Other values that are made on the way, and stay for their own requests."""
+    ops: tuple[int, ...]  # ops of the lineage, in this order
+    stays: tuple[int, ...] = ()  # other values that are made on the way, and stay for their own requests
 
 
-def _saves_of(step: Step) -> tuple[tuple[int, int], ...]:
-    sizes = step.lineage.num_bytes
-    return tuple((value, sizes[value]) for value in step.saves)
-
-
-def _digest_of(step: Step) -> str:
-    read_and_made = repr((tuple(step.lineage.ins), tuple(step.lineage.outs)))
-    return hashlib.sha256(read_and_made.encode()).hexdigest()
+def _values_of(step: Step) -> dict[str, Any]:
+    lineage = step.lineage
+    read_and_made = repr((tuple(lineage.ins), tuple(lineage.outs)))
+    return {
+        "saves": tuple((value, lineage.num_bytes[value]) for value in step.saves),
+        "uses": tuple(step.uses),
+        "ops_digest": hashlib.sha256(read_and_made.encode()).hexdigest(),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """Identifies the step that a plan is for."""
-
     model: str
     inputs: str
-    target: str
-    """The device whose kernels the trace imitated or used."""
+    target: str  # the device whose kernels the trace imitated or used
     num_forward_ops: int
     num_ops: int
     saves: tuple[tuple[int, int], ...]
     uses: tuple[int, ...]
-    ops_digest: str
-    """Digest of the values that each op reads and makes: replays name ops by number."""
+    ops_digest: str  # digest of the values that each op reads and makes: replays name ops by number
 
     @classmethod
     def of(cls, trace: StepTrace) -> PlannedStep:
@@ -303,28 +285,14 @@ class PlannedStep:
             target=trace.target,
             num_forward_ops=trace.num_forward_ops,
             num_ops=len(trace.ops),
-            saves=_saves_of(trace.step),
-            uses=tuple(trace.step.uses),
-            ops_digest=_digest_of(trace.step),
+            **_values_of(trace.step),
         )
+
+    def difference_of(self, step: Step) -> str:
+        return self.difference(replace(self, **_values_of(step)))
 
     def difference(self, other: PlannedStep) -> str:
         """Return the first relevant difference to another step, "" if there is none."""
-        difference = self._difference_of_values(other)
-        if difference:
-            return difference
-        for what in ("model", "inputs", "target", "num_forward_ops", "num_ops"):
-            there, here = getattr(self, what), getattr(other, what)
-            if there != here:
-                return f"{what.replace('num_', 'number of ').replace('_', ' ')}: {there} there, {here} here"
-        return ""
-
-    def difference_of(self, step: Step) -> str:
-        """Return the first difference to a running step, "" if there is none."""
-        here = replace(self, saves=_saves_of(step), uses=tuple(step.uses), ops_digest=_digest_of(step))
-        return self._difference_of_values(here)
-
-    def _difference_of_values(self, other: PlannedStep) -> str:
         for index, (mine, theirs) in enumerate(zip(self.saves, other.saves, strict=False)):
             if mine != theirs:
                 return (
@@ -338,7 +306,13 @@ class PlannedStep:
         for index, (asked, asks) in enumerate(zip(self.uses, other.uses, strict=True)):
             if asked != asks:
                 return f"request {index} asks for value {asked} there, and for value {asks} here"
-        return "" if self.ops_digest == other.ops_digest else "its ops read or make other values"
+        if self.ops_digest != other.ops_digest:
+            return "its ops read or make other values"
+        for what in ("model", "inputs", "target", "num_forward_ops", "num_ops"):
+            there, here = getattr(self, what), getattr(other, what)
+            if there != here:
+                return f"{what.replace('num_', 'number of ').replace('_', ' ')}: {there} there, {here} here"
+        return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,26 +392,19 @@ class MemoryPlan(_Explained):
         )
 
     def _told(self) -> tuple[Sequence[PlannedValue], Iterable[str]]:
-        return self.values, self._totals()
-
-    def _totals(self) -> Iterable[str]:
         share = self.predicted_s / (self.plain_s or 1)
         measured = "" if self.is_measured else "; predictions for it are not measured"
-        if self.anchor_bytes:
-            yield f"held to make others from: {format_bytes(self.anchor_bytes)}"
-        yield (
+        totals = [f"held to make others from: {format_bytes(self.anchor_bytes)}"] if self.anchor_bytes else []
+        totals += [
             f"budget: {format_bytes(self.budget_bytes)}, predicted peak {format_bytes(self.predicted_peak_bytes)} "
-            f"of {format_bytes(self.plain_peak_bytes)}; least budget found: {format_bytes(self.min_budget_bytes)}"
-        )
-        yield (
+            f"of {format_bytes(self.plain_peak_bytes)}; least budget found: {format_bytes(self.min_budget_bytes)}",
             f"predicted step: {1e3 * self.predicted_s:.2f} ms, {share:.3f} of plain: replays {1e3 * self.replayed_s:.2f} ms, "
-            f"stalls {1e3 * self.stall_s:.2f} ms"
-        )
-        if self.bound_s is not None and self.bound_s > 0:
+            f"stalls {1e3 * self.stall_s:.2f} ms",
+        ]
+        if self.bound_s:
             gap = 100 * (self.predicted_s / self.bound_s - 1)
-            yield f"no plan is faster than {1e3 * self.bound_s:.2f} ms: this one is within {gap:.2f} % of that"
-        yield f"GPU: {self.gpu}{measured}"
-        yield from self.notes
+            totals.append(f"no plan is faster than {1e3 * self.bound_s:.2f} ms: this one is within {gap:.2f} % of that")
+        return self.values, [*totals, f"GPU: {self.gpu}{measured}", *self.notes]
 
     def to_json(self) -> str:
         """Return the whole plan as JSON, for `from_json`. Bytes and seconds are plain numbers."""
@@ -484,17 +451,13 @@ def _plan_from(content: dict[str, Any]) -> MemoryPlan:
     )
 
 
-_MOST_TOLD = 3
-
-
 def tell_kept(kept_bytes: Mapping[str, int]) -> str:
     """Return the end of a message about an infeasible budget: the bytes that stay under any plan, by reason."""
-    told = sorted(kept_bytes, key=lambda why: -kept_bytes[why])[:_MOST_TOLD]
-    return "".join(f"; {format_bytes(kept_bytes[why])} stay, since {why}" for why in told)
+    most = sorted(kept_bytes, key=lambda why: -kept_bytes[why])[:3]
+    return "".join(f"; {format_bytes(kept_bytes[why])} stay, since {why}" for why in most)
 
 
 def infeasible(budget_bytes: int, smallest_bytes: int, kept: str = "") -> BudgetInfeasible:
-    """Return the exception for a budget that no plan keeps."""
     return BudgetInfeasible(
         f"a budget of {format_bytes(budget_bytes)} cannot be kept to: the smallest is {format_bytes(smallest_bytes)}{kept}",
         smallest_bytes,

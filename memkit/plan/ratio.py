@@ -16,8 +16,6 @@ from memkit.plan.timeline import HIDDEN, Lane, Levels, Timeline
 
 
 def check_ratio(ratio: object, *, where: str) -> float:
-    """Return a valid ratio; `where` names its origin in messages. Raises TypeError if it is no real number, ValueError unless
-    from 0 to 1."""
     if isinstance(ratio, bool) or not isinstance(ratio, Real):
         raise TypeError(f"{where} must be a number from 0 to 1; found {ratio!r} ({type(ratio).__name__})")
     value = float(ratio)
@@ -29,12 +27,7 @@ def check_ratio(ratio: object, *, where: str) -> float:
 def first_to_leave(
     sizes_bytes: Sequence[int], ratio: float, *, window_bytes: int, held: Collection[int] = (), weights: Sequence[float] = ()
 ) -> tuple[list[int], int]:
-    """Return the indices of the saves that leave, and the bytes of all saves that are not held.
-
-    The shortest prefix of the saves whose bytes reach the share leaves; with `weights`, the share of those of each prefix. If
-    the rest is smaller than the window, the latest stay as well, up to the window: they would still be on the device when the
-    backward starts.
-    """
+    """Return the saves that leave, the shortest prefix that reaches the share, and the bytes of all that are not held."""
     movable = [index for index in range(len(sizes_bytes)) if index not in held]
     seen_bytes = sum(sizes_bytes[index] for index in movable)
     chosen: list[int] = []
@@ -61,7 +54,11 @@ def plan_ratio(
                 index=index,
                 num_bytes=num_bytes,
                 action=Action.OFFLOAD if index in leaving else Action.KEEP,
-                reason=_LEAVES if index in leaving else _HELD if index in held else _STAYS,
+                reason="saved early: the ratio moves it"
+                if index in leaving
+                else "something else keeps it alive"
+                if index in held
+                else "saved late: the ratio or the window keeps it",
                 is_held=index in held,
             )
             for index, num_bytes in enumerate(sizes_bytes)
@@ -73,28 +70,18 @@ def plan_ratio(
     )
 
 
-_LEAVES = "saved early: the ratio moves it"
-_STAYS = "saved late: the ratio or the window keeps it"
-_HELD = "something else keeps it alive"
-
-
 class RatioSoFar:
-    """Decides save by save during a forward: by a plan as long as the forward follows one, else so that the ratio holds so
-    far."""
+    """Decides save by save in a forward: by a plan as long as the forward follows one, else so that the ratio holds so far."""
 
     def __init__(self, ratio: float, window_bytes: int | None = None) -> None:
         self.ratio = ratio
-        self.window_bytes = 0
-        """The window: as requested, or twice the largest storage of the plan or seen so far."""
+        self.window_bytes = 0  # the window: as requested, or twice the largest storage of the plan or seen so far
         self.offload_bytes = 0
         self.kept_bytes = 0
-        self.limit_bytes = 0
-        """Bytes that the device may hold if no other forward is alive."""
+        self.limit_bytes = 0  # bytes that the device may hold if no other forward is alive
         self._asked_window_bytes = window_bytes
         self._seen_bytes = self._moved_bytes = self._largest_bytes = 0
-        self.stays_more_bytes = 0
-        """Bytes that stay beyond the plan, for lack of host memory or at the user's request, less those that leave beyond
-        it."""
+        self.stays_more_bytes = 0  # bytes that stay beyond the plan, less those that leave beyond it
         self.follow(None)
 
     def follow(self, plan: Plan | None, *, is_late: bool = False) -> None:
@@ -148,16 +135,9 @@ class TimedSave:
 
 
 def step_with_copies_s(
-    saves: Sequence[TimedSave],
-    leaving: Collection[int],
-    *,
-    forward_s: float,
-    backward_s: float,
-    link: Link,
-    limit_bytes: float,
+    saves: Sequence[TimedSave], leaving: Collection[int], *, forward_s: float, backward_s: float, link: Link, limit_bytes: float
 ) -> float:
-    """Return the seconds of a step. Copies go out as their tensors are saved; compute waits for the oldest where the device
-    holds more than the limit. In the backward, free bytes are filled with the tensors needed next."""
+    """Return the seconds of a step: compute waits for the oldest copy where the device holds more than the limit."""
     timeline, live_bytes = Timeline(), 0
     going, away = deque[tuple[int, float]](), set[int]()
     for index, save in enumerate(saves):
@@ -190,14 +170,8 @@ def step_with_copies_s(
 
 
 def auto_ratio(
-    saves: Sequence[TimedSave],
-    *,
-    forward_s: float,
-    backward_s: float,
-    link: Link,
-    window_bytes: int | None = None,
+    saves: Sequence[TimedSave], *, forward_s: float, backward_s: float, link: Link, window_bytes: int | None = None
 ) -> float:
-    """Return the largest ratio whose copies hide behind the computation."""
     sizes = [save.num_bytes for save in saves]
     held = frozenset(index for index, save in enumerate(saves) if save.is_held)
     movable = [size for index, size in enumerate(sizes) if index not in held]
@@ -220,19 +194,11 @@ def auto_ratio(
 
 
 class Forecast:
-    """The bytes on a device during a backward that repeats an earlier one. Each record, in the order of requests, has its
-    bytes, the bytes allocated beside it then, and whether it is on the device from the start.
-
-    The requesting operator also makes a gradient as large as its input. Its scratch memory is unknown.
-    """
+    """The bytes on a device during a backward that repeats an earlier one; each op also makes a gradient as large as its
+    input."""
 
     def __init__(
-        self,
-        sizes_bytes: Sequence[int],
-        working_bytes: Sequence[int],
-        stays: Sequence[bool],
-        *,
-        limit_bytes: int,
+        self, sizes_bytes: Sequence[int], working_bytes: Sequence[int], stays: Sequence[bool], *, limit_bytes: int
     ) -> None:
         self._used_bytes = tuple(itertools.accumulate(sizes_bytes, initial=0))
         self._working_bytes = tuple(working + size for size, working in zip(sizes_bytes, working_bytes, strict=True))
@@ -242,8 +208,7 @@ class Forecast:
             levels.add(0 if stay else place, place + 1, size)
         self.peak_bytes = max(limit_bytes + working_bytes[0], levels.peak_bytes)
         """The limit of the backward: at its beginning, or where it needs the most."""
-        self._highest: list[list[int]] = []
-        """A sparse table of the highest levels of 1, 2, 4 and more places, without values used before. Made on first use."""
+        self._highest: list[list[int]] = []  # the highest levels of 1, 2, 4 and more places; made on first use
 
     def level_bytes(self, now: int, until: int, live_bytes: int) -> int:
         """Return the most bytes from `now` until the place `until` is passed, if nothing else is fetched on the way."""

@@ -1,5 +1,4 @@
-"""Regions: module calls that are recomputed as a whole. Which calls to choose, the step's seconds and bytes with them, and the
-room left for other saved values."""
+"""Regions, module calls that are recomputed as a whole: which to choose, and the room left for other saved values."""
 
 from __future__ import annotations
 
@@ -9,53 +8,39 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from memkit.plan.budget.problem import HeldValue, Problem
 from memkit.plan.plans import Action
 from memkit.plan.step import NO_OP, Step
 from memkit.plan.timeline import Levels
-
-if TYPE_CHECKING:
-    from memkit.plan.budget.problem import HeldValue, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCall:
     name: str
-    number: int
-    """Earlier calls of the same module."""
-    parent: int
-    """Index of the enclosing call, -1 for an outermost one."""
-    saves: tuple[int, int]
-    """Its first save, and the first after it."""
-    ops: tuple[int, int]
-    """Its first op that may run again, and the first op after its last save, where the second run of a region ends."""
-    num_ops: int
-    """Ops of any kind up to that end."""
-    inputs: tuple[int, ...]
-    """Values that it reads and that were made earlier in the step."""
+    number: int  # earlier calls of the same module
+    parent: int  # index of the enclosing call, -1 for an outermost one
+    saves: tuple[int, int]  # its first save, and the first after it
+    ops: tuple[int, int]  # its first op that may run again, and the first op after its last save
+    num_ops: int  # ops of any kind up to that end
+    inputs: tuple[int, ...]  # values that it reads and that were made earlier in the step
     shapes: tuple[tuple[int, ...], ...] = ()
     why_not: str = ""
-    device_s: float = 0.0
-    """Device seconds if it runs compiled, so that its ops are unseen."""
-    is_span: bool = False
-    """Whether it stands for neighboring children of a `Sequential`, as if they were in a module."""
+    device_s: float = 0.0  # device seconds if it runs compiled, so that its ops are unseen
+    is_span: bool = False  # whether it stands for neighboring children of a `Sequential`, as if they were in a module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
-    op_s: float
-    """On an op, with everything else that it costs in a module."""
-    recorded_s: float
-    """On recording an op, beyond that."""
-    saved_s: float
-    """On a save, and its request, while ops are recorded."""
-    replayed_s: float
-    """On an op that is replayed from the record."""
-    region_s: float
-    """On a region, beyond the ops that run again."""
-    is_device: bool = False
-    """Whether the host itself computes, so that nothing overlaps."""
+    """The seconds that the host spends."""
+
+    op_s: float  # on an op, with everything else that it costs in a module
+    recorded_s: float  # on recording an op, beyond that
+    saved_s: float  # on a save, and its request, while ops are recorded
+    replayed_s: float  # on an op that is replayed from the record
+    region_s: float  # on a region, beyond the ops that run again
+    is_device: bool = False  # then nothing overlaps
 
     def step_s(self, device_s: float, host_s: float) -> float:
         """Return the seconds of a step: of the device or the host, whichever takes longer."""
@@ -72,10 +57,8 @@ class RegionChoice:
 
 class RegionBytes(NamedTuple):
     dropped: frozenset[int]
-    inputs: tuple[int, ...]
-    """Values held for it, saved or not."""
-    peak_bytes: int
-    """Peak of what its second run has made and still holds."""
+    inputs: tuple[int, ...]  # values held for it, saved or not
+    peak_bytes: int  # peak of what its second run has made and still holds
 
 
 class RegionNeeds(NamedTuple):
@@ -83,20 +66,11 @@ class RegionNeeds(NamedTuple):
     regions: tuple[RegionBytes, ...]
 
 
-_LONGEST_PERIOD = 64
-_SMALL = 4
-"""A block of more members has spans of its own."""
-
 _Span = tuple[int, int]
 
 
 def find_spans(kinds: Sequence[Hashable], is_joined: Sequence[bool]) -> list[_Span]:
-    """Return spans of a row of members: disjoint or nested, outer ones first. Members share a span with the one before where
-    `is_joined`, as an activation that writes to its input.
-
-    Where `kinds` repeat (layers of blocks without a module for each), spans begin as blocks do, and blocks are joined pairwise
-    up to the whole repetition. So are the single members outside of it, and those of large blocks.
-    """
+    """Return spans of a row of members, disjoint or nested, outer ones first; a block that repeats is not cut across."""
     if not kinds:
         return []
     starts = [place for place in range(len(kinds)) if not place or not is_joined[place]]
@@ -107,16 +81,15 @@ def find_spans(kinds: Sequence[Hashable], is_joined: Sequence[bool]) -> list[_Sp
     found = {*_joined(units[:first]), *_joined(units[stop:])}
     found.update(_joined([(block[0][0], block[-1][1]) for block in blocks]))
     for block in blocks:
-        if block[-1][1] - block[0][0] > _SMALL:
+        if block[-1][1] - block[0][0] > 4:
             found.update(_joined(block))
     return sorted((span for span in found if span[1] - span[0] > 1), key=lambda span: (span[0], -span[1]))
 
 
 def _repetition(kinds: Sequence[Hashable]) -> tuple[int, int, int]:
-    """Return the start, period and number of repetitions of the longest repeating stretch; of equally long ones, that with the
-    shortest period. Zeros if none repeats."""
+    """Return the start, the shortest period and the number of repetitions of the longest repeating stretch; zeros if none."""
     found, longest = (0, 0, 0), 0
-    for period in range(2, min(_LONGEST_PERIOD, len(kinds) // 2) + 1):
+    for period in range(2, min(64, len(kinds) // 2) + 1):
         first = 0
         for place in range(len(kinds) - period + 1):
             if place < len(kinds) - period and kinds[place] == kinds[place + period]:
@@ -139,21 +112,14 @@ def _joined(row: Sequence[_Span]) -> list[_Span]:
 
 
 _DIGITS = re.compile(r"\d+")
-_MOST_WORK = 6_000_000
-"""The most saves and regions to walk in all simulations of a step, and as many again with spans: a few seconds."""
-_MOST_LISTED = 512
-"""Up to this many choices, all are simulated."""
-_STEP_DOWN = 0.96
-"""The factor from one limit to the next for which a choice is improved."""
-_NUM_WEIGHTS = 28
-_LESS, _FAR_LESS = 0.99, 0.9
-"""A group of layers is added if the peak falls below this fraction; below the second one, it replaces layers that enclose it or
-lie in it."""
+_MOST_WORK = 2_000_000  # saves and regions to walk in all simulations of a step: a few seconds
+_MOST_LISTED = 512  # up to this many choices, all are simulated
+_LESS, _FAR_LESS = 0.99, 0.9  # a group of layers is added if the peak falls so far; far enough, it replaces nested ones
 _MOST_SWAPPED = 24
 
 
 class RegionPlanner:
-    """The choices of regions for one step. They are found once, for all budgets: a larger budget never takes longer."""
+    """The choices of regions for one step, found once for all budgets: a larger budget never takes longer."""
 
     def __init__(self, step: Step, calls: Sequence[ModuleCall], costs: HostCosts, *, num_ops: int) -> None:
         self.step, self.calls, self.costs = step, calls, costs
@@ -169,7 +135,16 @@ class RegionPlanner:
         self._device_s = self._device_seconds()
         self._host_s = [costs.region_s + costs.op_s * call.num_ops for call in calls]
         self._peaks = [self._peak_of(index) if not call.why_not else 0 for index, call in enumerate(calls)]
-        self._freed = self._freed_bytes()
+        first, last = dict[int, int](), dict[int, int]()
+        for index, value in enumerate(step.saves):
+            first.setdefault(value, index)
+            last[value] = index
+        self._freed: list[int] = []  # the bytes that each call alone as a region frees in the forward
+        for call, saved, inputs in zip(calls, self._saved, self._inputs, strict=True):
+            start, stop = call.saves
+            gone = [value for value in saved.difference(inputs) if start <= first[value] and last[value] < stop]
+            more = [value for value in {*inputs} if value not in self._counted]
+            self._freed.append(sum(self._bytes[value] for value in gone) - sum(self._bytes[value] for value in more))
         self._eligible = [not call.why_not and self._freed[index] > 0 for index, call in enumerate(calls)]
         self._children: list[list[int]] = [[] for _ in calls]
         self._ends = [index + 1 for index in range(len(calls))]
@@ -187,8 +162,7 @@ class RegionPlanner:
         return self.step.lineage.maker[value] != NO_OP or value in self.step.retained_bytes or value in self._counted
 
     def _device_seconds(self) -> list[float]:
-        """Return for each call the device seconds of running it again: ops, and compiled calls that begin before its last
-        save."""
+        """Return for each call the seconds of running it again: ops, and compiled calls that begin before its last save."""
         found = [sum(self.step.lineage.seconds[slice(*call.ops)]) for call in self.calls]
         for index, compiled in enumerate(self.calls):
             while compiled.device_s and index >= 0:
@@ -196,21 +170,6 @@ class RegionPlanner:
                 if compiled.saves[0] < around.saves[1]:
                     found[index] += compiled.device_s
                 index = around.parent
-        return found
-
-    def _freed_bytes(self) -> list[int]:
-        """Return for each call the bytes that it alone as a region frees in the forward."""
-        first, last = dict[int, int](), dict[int, int]()
-        for index, value in enumerate(self.step.saves):
-            first.setdefault(value, index)
-            last[value] = index
-        found = []
-        for index, call in enumerate(self.calls):
-            start, stop = call.saves
-            inputs = frozenset(self._inputs[index])
-            gone = [value for value in self._saved[index] - inputs if start <= first[value] and last[value] < stop]
-            more = [value for value in inputs if value not in self._counted]
-            found.append(sum(self._bytes[value] for value in gone) - sum(self._bytes[value] for value in more))
         return found
 
     def _peak_of(self, index: int) -> int:
@@ -271,14 +230,11 @@ class RegionPlanner:
         return self.costs.step_s(self.plain_device_s + choice.device_s, self.plain_host_s + choice.host_s)
 
     def needs(self, choice: RegionChoice) -> RegionNeeds:
-        dropped = self.dropped(choice)
-        regions = (
-            RegionBytes(self._saved[index] & dropped, self._inputs[index], self._peaks[index]) for index in choice.chosen
-        )
+        gone = self.dropped(choice)
+        regions = (RegionBytes(self._saved[index] & gone, self._inputs[index], self._peaks[index]) for index in choice.chosen)
         return RegionNeeds(choice.peak_bytes, tuple(regions))
 
     def dropped(self, choice: RegionChoice) -> frozenset[int]:
-        """Return the saved values that are gone after the forward."""
         held, position = set[int](), 0
         for index in choice.chosen:
             start, stop = self.calls[index].saves
@@ -297,7 +253,7 @@ class RegionPlanner:
         return min(self._explored(), key=lambda choice: (choice.peak_bytes, self._rank(choice)))
 
     def choices(self) -> list[RegionNeeds]:
-        """Return the bytes of all choices on the Pareto front of time and peak, the quickest first."""
+        """Return the bytes of all choices on the front of time and peak, the quickest first."""
         return [self.needs(choice) for choice in sorted(self._explored(), key=self._rank)]
 
     def layers(self) -> RegionChoice:
@@ -319,7 +275,7 @@ class RegionPlanner:
             self._is_explored = True
             self.simulate(())
             self._take_up_without_spans()
-            everything = list(self._all_choices(_MOST_LISTED))
+            everything = self._all_choices(_MOST_LISTED)
             if len(everything) <= _MOST_LISTED:
                 for chosen in everything:
                     self.simulate(chosen)
@@ -327,7 +283,11 @@ class RegionPlanner:
                 self._try_alike()
                 self._try_weighted()
                 self._improve()
-            self._found = {choice.chosen: choice for choice in self._front()}
+            front: list[RegionChoice] = []
+            for choice in sorted(self._found.values(), key=lambda choice: (choice.peak_bytes, self._rank(choice))):
+                if not front or self._rank(choice) < self._rank(front[-1]):
+                    front.append(choice)
+            self._found = {choice.chosen: choice for choice in front}
         return list(self._found.values())
 
     def _take_up_without_spans(self) -> None:
@@ -342,14 +302,7 @@ class RegionPlanner:
             chosen = tuple(modules[place] for place in choice.chosen)
             self._found[chosen] = replace(choice, chosen=chosen)
 
-    def _front(self) -> list[RegionChoice]:
-        front: list[RegionChoice] = []
-        for choice in sorted(self._found.values(), key=lambda choice: (choice.peak_bytes, self._rank(choice))):
-            if not front or self._rank(choice) < self._rank(front[-1]):
-                front.append(choice)
-        return front
-
-    def _all_choices(self, most: int) -> Iterator[tuple[int, ...]]:
+    def _all_choices(self, most: int) -> list[tuple[int, ...]]:
         def of(index: int) -> list[tuple[int, ...]]:
             inside = product_of(self._children[index][::-1])
             return [*inside, (index,)] if self._eligible[index] else inside
@@ -362,7 +315,7 @@ class RegionPlanner:
                     break
             return found
 
-        yield from product_of([index for index, call in enumerate(self.calls) if call.parent < 0])
+        return product_of([index for index, call in enumerate(self.calls) if call.parent < 0])
 
     def _groups(self) -> list[list[int]]:
         groups: dict[tuple[int, str], list[int]] = {}
@@ -374,45 +327,32 @@ class RegionPlanner:
         return sorted(groups.values(), key=lambda group: -sum(self._freed[index] for index in group))
 
     def _try_alike(self) -> None:
-        """Choose some of similar calls: evenly spaced, or all but the last."""
         for group in self._groups():
             size = len(group)
-            for count in _counts(size):
+            for count in sorted({*range(1, size + 1, max(1, size // 400)), size}):
                 if self._work > _MOST_WORK // 3:
                     return
                 self.simulate([group[place * size // count] for place in range(count)])
                 self.simulate(group[:count])
 
     def _try_weighted(self) -> None:
-        """Choose calls by their seconds per freed byte, for several prices of a byte; go from choice to choice step by step."""
-        binds = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)]
-        for cap in self._caps():
-            for device_weight, host_weight in binds:
+        """Choose calls by their seconds per freed byte, for several prices of a byte."""
+        peaks = sorted({self._peaks[index] for index in range(len(self.calls)) if self._eligible[index]})
+        for cap in [float(peaks[len(peaks) - 1 - place * len(peaks) // 6]) for place in range(min(6, len(peaks)))]:
+            for device_weight, host_weight in [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)]:
                 costs = [
                     device_weight * device_s + host_weight * host_s
                     for device_s, host_s in zip(self._device_s, self._host_s, strict=True)
                 ]
                 self._sweep(costs, cap)
 
-    def _caps(self) -> list[float]:
-        peaks = sorted({self._peaks[index] for index in range(len(self.calls)) if self._eligible[index]})
-        if not peaks:
-            return []
-        places = range(min(6, len(peaks)))
-        return [float(peaks[len(peaks) - 1 - place * len(peaks) // 6]) for place in places]
-
     def _sweep(self, costs: Sequence[float], cap: float) -> None:
-        rates = [
-            costs[index] / self._freed[index]
-            for index in range(len(self.calls))
-            if self._eligible[index] and self._peaks[index] <= cap
-        ]
-        if not rates:
-            return
+        may_be = [index for index in range(len(self.calls)) if self._eligible[index] and self._peaks[index] <= cap]
+        rates = [costs[index] / self._freed[index] for index in may_be]
         low, high = max(min(rates), 1e-30) / 2, max(max(rates), 1e-30) * 2
         before: tuple[int, ...] = ()
-        for place in range(_NUM_WEIGHTS + 1):
-            chosen = self._dearest(costs, cap, low * (high / low) ** (place / _NUM_WEIGHTS))
+        for place in range(29):  # ever higher prices of a byte
+            chosen = self._dearest(costs, cap, low * (high / low) ** (place / 28))
             if chosen != before:
                 self._go(before, chosen, costs)
                 before = chosen
@@ -435,7 +375,7 @@ class RegionPlanner:
         return tuple(found)
 
     def _go(self, start: tuple[int, ...], end: tuple[int, ...], costs: Sequence[float]) -> None:
-        """Simulate the choices between two others; calls that are cheapest per byte are added first, ties in order."""
+        """Simulate the choices between two others; calls that are cheapest per byte are added first."""
         self.simulate(end)
         added = sorted(set(end) - set(start), key=lambda index: (round(costs[index] / self._freed[index], 15), index))
         here, stride = set(start), max(1, len(added) * len(self.step.saves) // (_MOST_WORK // 60))
@@ -451,11 +391,11 @@ class RegionPlanner:
             yield index
 
     def _improve(self) -> None:
-        """For each of a series of limits, leave out or exchange regions as long as the step fits and becomes quicker."""
+        """Leave out or exchange regions for ever lower limits, as long as the step fits and becomes quicker."""
         limit_bytes = float(self.simulate(()).peak_bytes)
         least = min(choice.peak_bytes for choice in self._found.values())
         while limit_bytes >= least and self._work < _MOST_WORK:
-            limit_bytes *= _STEP_DOWN
+            limit_bytes *= 0.96
             fitting = [choice for choice in self._found.values() if choice.peak_bytes <= limit_bytes]
             best = min(fitting, key=self._rank, default=None)
             while best is not None and self._work < _MOST_WORK:
@@ -486,30 +426,11 @@ class RegionPlanner:
         return one <= other < self._ends[one] or other <= one < self._ends[other]
 
 
-def _counts(size: int) -> list[int]:
-    """Return how many of `size` calls to choose: each number, or fewer for large sizes."""
-    if size <= 400:
-        return list(range(1, size + 1))
-    found, count = [], 1.0
-    while count < size:
-        found.append(round(count))
-        count = max(count + 1, count * 1.02)
-    return [*found, size]
-
-
-_HIDDEN = 0.9
-"""The share of the forward in which copies beside regions keep the link busy."""
-
-
 class Moving(NamedTuple):
-    limit_bytes: int
-    """Limit for saved values, the offloaded ones included."""
-    kept_bytes: int
-    """Bytes of saved values that are not dropped."""
-    num_bytes: int
-    """Of these, the bytes that leave: their copies hide behind the computation."""
-    window_bytes: int
-    """Of these, the bytes in transfer that the device may hold at a time."""
+    limit_bytes: int  # limit for saved values, the offloaded ones included
+    kept_bytes: int  # bytes of saved values that are not dropped
+    num_bytes: int  # of these, the bytes that leave: their copies hide behind the computation
+    window_bytes: int  # of these, the bytes in transfer that the device may hold at a time
 
 
 def fit_regions(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: int) -> int | None:
@@ -522,10 +443,8 @@ def fit_copies(problem: Problem, choices: Sequence[RegionNeeds], allowed_bytes: 
     """Return what may leave with the quickest choice that then fits in `allowed_bytes`; None if none does."""
     if problem.num_forward_points >= len(problem.points):
         return None
-    hidden_bytes = int(_HIDDEN * problem.starts_s[problem.points[problem.num_forward_points]] * bytes_per_s)
-    for choice in choices:
-        if not choice.regions:
-            continue  # not a choice with regions
+    hidden_bytes = int(0.9 * problem.starts_s[problem.points[problem.num_forward_points]] * bytes_per_s)
+    for choice in (choice for choice in choices if choice.regions):
         kept = list(_kept(problem, choice))
         leaving: list[HeldValue] = []
         num_bytes = 0

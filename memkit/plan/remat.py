@@ -1,18 +1,11 @@
-"""Where plans start: cuts of a step, and the values that a `Walk` drops under a limit.
-
-A greedy walk over the ledger's peaks finds one *drop order*: where the ledger is fullest, it drops the value with the cheapest
-recompute per byte freed there. Each prefix of that order is simulated by the walk that also runs it.
-
-The percentages below tell how much longer a step takes at worst without a stage, relative to the plain step, over the models of
-the benches at 80 to 15 % of their saved bytes and near the least budget.
-"""
+"""Where plans start: cuts of a step, and the values that a `Walk` drops under a limit."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import accumulate, chain, combinations, islice
@@ -21,11 +14,6 @@ from operator import sub
 from memkit.plan.eviction import DTRScore, Walk
 from memkit.plan.step import NO_OP, Step
 from memkit.plan.timeline import Levels
-
-_MOST_PARTS = 32
-_FINER = 1.4
-"""A step is cut into 2 segments, then more by this factor, up to `_MOST_PARTS` or a fifth of its saved values. A factor of 2:
-up to 28 %."""
 
 
 class CutPlaces:
@@ -40,8 +28,7 @@ class CutPlaces:
         saved_after = [0] * (num_ops + 2)
         for value in set(step.saves):
             saved_after[max(lineage.maker[value], 0)] += lineage.num_bytes[value]
-        self._reached = list(accumulate(saved_after))
-        """The saved bytes that are made up to each op."""
+        self._reached = list(accumulate(saved_after))  # the saved bytes that are made up to each op
         self._narrow: list[int] = []
         wider = widths[0]
         for op in range(1, num_ops):  # of several ops in a row with the same width, each will do
@@ -51,7 +38,7 @@ class CutPlaces:
                 self._narrow.append(op)
 
     def _levels(self, amounts: Iterable[tuple[int, int]]) -> list[int]:
-        """Return for each op the sum of what values that are made up to it and read after it amount to."""
+        """Return for each op the sum of the amounts of values that are made up to it and read after it."""
         levels = Levels(len(self._step.lineage.ins))
         for value, amount in amounts:
             if self._step.lineage.maker[value] != NO_OP:
@@ -61,12 +48,11 @@ class CutPlaces:
     def skeletons(self) -> Iterator[frozenset[int]]:
         """Yield the anchors for ever more cuts."""
         parts, num_saved, saved_bytes = 2.0, len(set(self._step.saves)), self._step.saved_bytes
-        while parts <= max(_MOST_PARTS, num_saved // 5):
+        while parts <= max(32, num_saved // 5):
             yield self.skeleton(saved_bytes / parts)
-            parts *= _FINER
+            parts *= 1.4  # by 2 a step takes up to 28 % longer
 
     def skeleton(self, target_bytes: float) -> frozenset[int]:
-        """Return the values that cross the cuts."""
         cuts, found = self.cuts(target_bytes), set[int]()
         for value, maker in enumerate(self._step.lineage.maker):
             index = bisect_left(cuts, maker)
@@ -91,9 +77,7 @@ class CutPlaces:
             start_bytes, position = reached[cut], cut + 1
 
 
-_NO_END = 1 << 62
-MOST_REPLAYS = 8
-"""A simulation gives up when ops run again more often than this on average."""
+MOST_REPLAYS = 8  # a simulation gives up when ops run again more often than this on average
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +87,7 @@ class Outcome:
     num_replayed_ops: int
     dropped: frozenset[int]
     limit_bytes: float
-    anchors: frozenset[int] = frozenset()
-    """Values that autograd did not save, held so that others can be recomputed from them."""
+    anchors: frozenset[int] = frozenset()  # values that autograd did not save, held so that others can be recomputed from them
 
 
 class _GiveUpError(Exception):
@@ -115,22 +98,16 @@ class _Simulation:
     def __init__(self, step: Step, score: DTRScore, limit_bytes: float, anchors: frozenset[int], most_s: float) -> None:
         self.live_bytes = 0
         self._walk = Walk(step.lineage, score, limit_bytes, self)
-        self._most_s = most_s
-        self._step = step
-        self._lineage = step.lineage
-        self._anchors = anchors
-        self._anchors_to_come = sorted(anchors, reverse=True)
-        self._anchors_held: list[int] = []
-        self._present = set[int]()
-        self._held_roots = set[int]()
-        self._traced = set[int]()
+        self._most_s, self._most_ops = most_s, MOST_REPLAYS * len(step.lineage.ins)
+        self._step, self._lineage, self._anchors = step, step.lineage, anchors
+        self._anchors_to_come, self._anchors_held = sorted(anchors, reverse=True), list[int]()
+        self._present, self._held_roots, self._traced = set[int](), set[int](), set[int]()
         self._places: dict[int, list[int]] = {}
         for place, value in enumerate(step.uses):
             self._places.setdefault(value, []).append(place)
         self._saved_at: dict[int, int] = {}
         self._now: int | None = None
         self._num_saved = 0
-        self._most_ops = MOST_REPLAYS * len(step.lineage.ins)
 
     def is_available(self, value: int) -> bool:
         return value in self._present or self._lineage.maker[value] == NO_OP or value in self._step.moved
@@ -155,6 +132,9 @@ class _Simulation:
                 if root not in self._present:
                     self.live_bytes += self._step.retained_bytes.get(root, 0)
         return True
+
+    def drop_call(self, needed: Container[int]) -> bool:
+        return False
 
     def run(self, op: int, in_place: Collection[int]) -> None:
         if self._walk.num_replayed_ops > self._most_ops or self._walk.replayed_s > self._most_s:
@@ -190,8 +170,7 @@ class _Simulation:
             walk.make_room(0)
             walk.note_peak()
         gone = self._saved_at.keys() - self._present - self._held_roots - step.moved
-        latest = sorted(self._saved_at)
-        self._backward(latest)
+        self._backward(sorted(self._saved_at))
         return Outcome(
             peak_bytes=walk.peak_bytes,
             replayed_s=walk.replayed_s,
@@ -244,21 +223,13 @@ def simulate(
         return _Simulation(step, score, limit_bytes, anchors, most_s).go(dropped)
     except _GiveUpError:
         return Outcome(
-            peak_bytes=_NO_END, replayed_s=math.inf, num_replayed_ops=_NO_END, dropped=frozenset(), limit_bytes=limit_bytes
+            peak_bytes=1 << 62, replayed_s=math.inf, num_replayed_ops=1 << 62, dropped=frozenset(), limit_bytes=limit_bytes
         )
 
 
-_MOST_LOOKS = 150_000
-"""The most evaluations of a value for the drop order: beyond, several values are picked at once."""
-
-
 def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], list[int]]:
-    """Return the order in which saved values are dropped as the budget falls, and the ledger's peak before the first drop and
-    after each; values that are picked together share the last one.
-
-    The ledger assumes that room suffices for each replay: each op of a run of dropped values runs once, at the first request
-    for one of them, and its results stay until they are used. Kept values are on the device from their save to their last use.
-    """
+    """Return the order in which saved values are dropped as the budget falls, the cheapest per byte where the ledger is fullest
+    first, and the ledger's peak before the first drop and after each. The ledger assumes that room suffices for each replay."""
     lineage, num_saves, end = step.lineage, len(step.saves), len(step.saves) + len(step.uses)
     maker, ins, sizes, seconds = lineage.maker, lineage.ins, lineage.num_bytes, lineage.seconds
     since, first_use, until = dict[int, int](), dict[int, int](), dict[int, int]()
@@ -273,8 +244,7 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
     rest = [value for value in since if value not in stays]
     by_use = sorted(rest, key=lambda value: first_use.get(value, end))
     order = list[int]()
-    again = {value: lineage.ops_to(value, kept) for value in rest}
-    """The ops that make a value again and that no dropped value makes run again."""
+    again = {value: lineage.ops_to(value, kept) for value in rest}  # the ops that dropping a value alone makes run again
     costs_s = {value: math.fsum(seconds[op] for op in ops) for value, ops in again.items()}
     run_for = defaultdict[int, list[int]](list)
     for value, ops in again.items():
@@ -311,7 +281,7 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
         peaks.extend([max(found)] * len(values))
         return found
 
-    num_picked, levels = max(1, len(rest) ** 2 // _MOST_LOOKS), ledger()
+    num_picked, levels = max(1, len(rest) ** 2 // 150_000), ledger()  # several at once where each look takes long
     peaks = [max(levels)]
     levels = drop([value for value in step.dropped if value in again])
     while True:
@@ -329,49 +299,29 @@ def drop_order(step: Step, anchors: Collection[int] = ()) -> tuple[list[int], li
     return order, peaks
 
 
-_STEP_DOWN = 0.75
-_FORWARDS = 4_000
-"""The smallest step may replay this many forwards divided by its number of ops, saves and requests, and at least one."""
-_MOST_WORK = 100_000
-"""The search for it lowers the limit until nothing smaller is found, or this many ops, saves and requests were simulated."""
-_NUM_HELD = 3
-_HELD = 0.5
-"""Anchor sets may take this share of the limit; the largest few are tried. Without anchors: up to 72 %, with one set 11 %,
-with two 1.5 %."""
-_LARGE = 4_000
-"""For steps with more ops, saves and requests, fewer plans are simulated: each takes a tenth of a second or more."""
-_SMALL = 100
-"""For steps with no more ops, saves and requests, exchanges also look for the smallest: up to 4 % fewer bytes."""
-_MOST_EXCHANGED = 3
-"""The most values per exchange: without any exchange up to 4 %; in small steps with single ones only, more."""
-_MOST_MOVES = 120
-_EXCHANGED = 15_000
-"""The most ops, saves and requests to simulate for exchanges."""
-_NUM_SEEDS = 3
+_MOST_WORK = 100_000  # the most ops, saves and requests to simulate for the smallest step
+_EXCHANGED = 15_000  # and for exchanges
 
 
 class Walks:
     """Simulated steps that drop prefixes of their drop order, or all that they may, under the limit of a `Walk`."""
 
-    def __init__(self, step: Step, score: DTRScore, *, most_s: float = math.inf) -> None:
+    def __init__(self, step: Step, score: DTRScore) -> None:
         self.step, self.score = step, score
         self.found: list[Outcome] = []
         self._saved_bytes = step.saved_bytes
         self.asked = frozenset(step.saves).intersection(step.dropped) - step.fixed - step.moved
         self._num_events = len(step.lineage.ins) + len(step.saves) + len(step.uses)
-        self._most_s = most_s
+        self._most_s = math.inf
         self._work = 0
-        self.is_large = self._num_events > _LARGE
-        self._held = self._anchor_sets()
+        self.is_large = self._num_events > 4_000  # fewer plans are simulated then: each takes a tenth of a second or more
+        saved, sizes = frozenset(step.saves), step.lineage.num_bytes
+        skeletons = (frozenset[int](), *(anchors - self.asked for anchors in CutPlaces(step).skeletons()))
+        self._held = {anchors: sum(sizes[value] for value in anchors - saved) for anchors in skeletons}
+        """The sets of unsaved values that may be held, smallest first, with their bytes."""
         self._orders: dict[frozenset[int], tuple[list[int], list[int]]] = {}
         self._explored: dict[float, list[Outcome]] = {}
         self._smallest: Outcome | None = None
-
-    def _anchor_sets(self) -> dict[frozenset[int], int]:
-        """Return the sets of unsaved values that may be held, smallest first, with their bytes."""
-        saved, sizes = frozenset(self.step.saves), self.step.lineage.num_bytes
-        skeletons = (frozenset(), *(anchors - self.asked for anchors in CutPlaces(self.step).skeletons()))
-        return {anchors: sum(sizes[value] for value in anchors - saved) for anchors in skeletons}
 
     def walk(
         self, dropped: Collection[int], limit_bytes: float, anchors: frozenset[int] = frozenset(), *, most_s: float = math.inf
@@ -395,12 +345,12 @@ class Walks:
     def seeds(self, limit_bytes: float) -> list[Outcome]:
         """Return the few best steps that were simulated for a limit, independent of other explored limits."""
         ranked = sorted(self.explore(limit_bytes), key=lambda found: (max(found.peak_bytes, limit_bytes), found.replayed_s))
-        return ranked[:_NUM_SEEDS]
+        return ranked[:3]
 
     def smallest(self) -> Outcome:
         """Return the smallest step that a search finds without thrashing, independent of explored limits."""
         if self._smallest is None:
-            forwards = max(1.0, _FORWARDS / (self._num_events + 1))
+            forwards = max(1.0, 4_000 / (self._num_events + 1))  # so many may be replayed
             found = Walks(self.step, self.score)._search_smallest(forwards * sum(self.step.lineage.seconds) or math.inf)
             self.found.append(found)
             self._smallest = found
@@ -412,7 +362,7 @@ class Walks:
     def _search_smallest(self, most_s: float) -> Outcome:
         self.walk(self.step.dropped, math.inf)  # at any cost: the result if nothing else is found
         self._most_s = most_s
-        step_down = _STEP_DOWN**2 if self.is_large else _STEP_DOWN
+        step_down = 0.75**2 if self.is_large else 0.75
         limit_bytes = self._saved_bytes * step_down
         while self.least().peak_bytes <= limit_bytes / step_down and limit_bytes >= 1:
             for anchors in self._held_within(limit_bytes)[-2 if self.is_large else 0 :]:
@@ -422,18 +372,19 @@ class Walks:
         while self.least().peak_bytes < found and self._work < most_work:  # without it the smallest takes up to 4 % more
             found = self.least().peak_bytes
             self.explore(found - 1)
-            if self._num_events <= _SMALL:
+            if self._num_events <= 100:  # up to 4 % fewer bytes
                 self.exchange(found - 1)
         return self.least()
 
-    def cheapest(self, budget_bytes: float) -> Outcome | None:
-        return _cheapest(self.found, budget_bytes)
+    def cheapest(self, budget_bytes: float, found: Sequence[Outcome] | None = None) -> Outcome | None:
+        fitting = (outcome for outcome in (self.found if found is None else found) if outcome.peak_bytes <= budget_bytes)
+        return min(fitting, key=lambda outcome: (outcome.replayed_s, outcome.peak_bytes), default=None)
 
     def explore(self, limit_bytes: float) -> Sequence[Outcome]:
         if limit_bytes > 0 and limit_bytes not in self._explored:
             found = list[Outcome]()
             for dropped, anchors in self._candidates(limit_bytes):
-                best = _cheapest(found, limit_bytes)
+                best = self.cheapest(limit_bytes, found)
                 outcome = self.walk(dropped, limit_bytes, anchors, most_s=math.inf if best is None else best.replayed_s)
                 if outcome.replayed_s < math.inf:
                     found.append(outcome)
@@ -466,19 +417,14 @@ class Walks:
         free.sort(key=lambda value: -lineage.seconds[lineage.maker[value]] * lineage.num_bytes[value])
         best = min(self.found, key=rank)
         dropped = best.dropped
-        moves = chain.from_iterable(combinations(free, num_values) for num_values in range(1, _MOST_EXCHANGED + 1))
-        for move in islice(moves, min(_MOST_MOVES, _EXCHANGED // (self._num_events + 1))):
+        moves = chain.from_iterable(combinations(free, num_values) for num_values in (1, 2, 3))
+        for move in islice(moves, min(120, _EXCHANGED // (self._num_events + 1))):
             most_s = best.replayed_s if best.peak_bytes <= limit_bytes else 2 * best.replayed_s
             found = self.walk(dropped.symmetric_difference(move), limit_bytes, best.anchors, most_s=most_s)
             if rank(found) < rank(best):
                 best, dropped = found, dropped.symmetric_difference(move)
 
     def _held_within(self, limit_bytes: float) -> list[frozenset[int]]:
-        """Return the largest anchor sets that leave enough room, then the empty one."""
-        fitting = [anchors for anchors, num_bytes in self._held.items() if anchors and num_bytes <= _HELD * limit_bytes]
-        return [*reversed(fitting[-_NUM_HELD:]), frozenset()]
-
-
-def _cheapest(found: Sequence[Outcome], budget_bytes: float) -> Outcome | None:
-    fitting = (outcome for outcome in found if outcome.peak_bytes <= budget_bytes)
-    return min(fitting, key=lambda outcome: (outcome.replayed_s, outcome.peak_bytes), default=None)
+        """Return the largest anchor sets that leave half of the room, then the empty one: with fewer, up to 11 % slower."""
+        fitting = [anchors for anchors, num_bytes in self._held.items() if anchors and num_bytes <= 0.5 * limit_bytes]
+        return [*reversed(fitting[-3:]), frozenset()]

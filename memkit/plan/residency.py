@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
@@ -19,16 +19,13 @@ from memkit.plan.timeline import HIDDEN, Lane, Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
-    """The costs of one layer. Seconds that were not measured are None."""
+    """The costs of one layer; seconds that were not measured are None."""
 
     name: str
-    num_bytes: int
-    """Bytes of one copy if it streams: its packed weights."""
+    num_bytes: int  # bytes of one copy if it streams: its packed weights
     forward_s: float | None = None
-    backward_s: float | None = None
-    """Seconds of its backward, with recomputed forwards."""
-    grad_bytes: int = 0
-    """Bytes that go to the host in each backward, if it streams and its gradients leave the device."""
+    backward_s: float | None = None  # seconds of its backward, with recomputed forwards
+    grad_bytes: int = 0  # bytes that go to the host in each backward, if it streams and its gradients leave the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +36,7 @@ class StepPrediction:
 
 
 def slot_sizes(streamed_bytes: Sequence[int], num_slots: int) -> tuple[int, ...]:
-    """Return the size of each slot, largest first: layers that are at most an eighth smaller than the largest share slots of
-    its size, `num_slots` of them, or one per layer if there are fewer."""
+    """Return the size of each slot, largest first: a class of layers has `num_slots`, or one per layer if it has fewer."""
     check_num_slots(num_slots)
     slots: list[int] = []
     for members in size_classes(streamed_bytes):
@@ -59,13 +55,7 @@ def slot_size_of(num_bytes: int, slot_bytes: Collection[int]) -> int:
 def predict_step(
     layers: Sequence[LayerCosts], streamed: Collection[int], slot_bytes: Sequence[int], link_bytes_per_s: float
 ) -> StepPrediction:
-    """Predict a forward and a backward of measured layers. They begin with empty slots: weights may be written between steps
-    unseen, so a slot keeps its layer from the forward to the backward only.
-
-    Copies go one by one, in the order of the uses. A copy begins when the previous one has ended and the layer that it
-    overwrites has been computed: in slots of its size, the layer whose next use is farthest. Gradients leave on a queue of
-    their own at the same speed; the backward takes at least as long as they do.
-    """
+    """Predict a forward and a backward of measured layers, from empty slots: weights may be written between steps unseen."""
     num_slots = Counter(slot_bytes)
     size_of = {index: slot_size_of(layers[index].num_bytes, num_slots) for index in streamed}
     held: dict[int, deque[int]] = {size: deque() for size in size_of.values()}
@@ -214,43 +204,24 @@ class ResidencyPlan:
 
 
 def spread(num_layers: int, num_streamed: int) -> tuple[int, ...]:
-    """Return which of some layers stream: `num_streamed` of them, evenly spread.
-
-    The last of them is the last layer, so that the first comes late: a step begins with empty slots, and only layers that stay
-    hide its first copy. The first layer streams only if all do.
-    """
+    """Return `num_streamed` of some layers, evenly spread up to the last, so that the first of them comes late."""
     return tuple((count * num_layers - 1) // num_streamed for count in range(1, num_streamed + 1))
 
 
 def plan_streamed_ratio(
     layers: Sequence[LayerCosts], ratio: float, *, num_slots: int, link_bytes_per_s: float | None = None
 ) -> ResidencyPlan:
-    """Return the plan that streams a share of the layers' bytes, or as little more as whole layers allow.
-
-    Each class of sizes gives its share, spread evenly over its layers. A layer without bytes never streams.
-
-    Args:
-        layers: all layers, in the order of the forward.
-        ratio: the share of their bytes, 0 to 1.
-        num_slots: slots for each class of sizes.
-        link_bytes_per_s: speed of copies; without it nothing is predicted.
-
-    Raises:
-        TypeError, ValueError: an argument is out of range, or there are no layers.
-    """
+    """Return the plan that streams a share of the layers' bytes, or as little more as whole layers allow."""
     ratio = check_ratio(ratio, where="offload_ratio")
     wanted_bytes = ratio * sum(layer.num_bytes for layer in layers) * (1 - 1e-9)  # 0.1 is a little more than a tenth
-    choices = _even_choices(layers, num_slots)
-    return _plan(
-        layers, _fewest_streamed(choice for choice in choices if choice.streamed_bytes >= wanted_bytes), link_bytes_per_s
-    )
+    choices = [choice for choice in _even_choices(layers, num_slots) if choice.streamed_bytes >= wanted_bytes]
+    return _plan(layers, min(choices, key=lambda choice: (choice.streamed_bytes, choice)), link_bytes_per_s)
 
 
 def plan_resident(
     layers: Sequence[LayerCosts], num_resident: int, *, num_slots: int, link_bytes_per_s: float | None = None
 ) -> ResidencyPlan:
-    """Return the plan that keeps `num_resident` layers on the device and streams the others; a layer without bytes always
-    stays."""
+    """Return the plan that keeps `num_resident` layers on the device; a layer without bytes always stays."""
     check_count("num_resident", num_resident, least=0, most=len(layers))
     choices = _even_choices(layers, num_slots)
     num_streamed = min(len(layers) - num_resident, max(len(choice.streamed) for choice in choices))
@@ -265,17 +236,13 @@ def plan_budget(
     link_bytes_per_s: float | None = None,
     state_bytes: int = 0,
 ) -> ResidencyPlan:
-    """Return the plan that streams the fewest bytes such that resident layers, slots and an optimizer's states fit a budget.
-
-    It takes fewer slots only if nothing fits with `num_slots`: without a spare one, no copy overlaps. The minimum streams
-    everything through one slot per class of sizes.
-    """
+    """Return the plan that streams the fewest bytes such that resident layers, slots and an optimizer's states fit a budget."""
     check_num_slots(num_slots)
     for fewer_slots in range(num_slots, 0, -1):
         choices = _even_choices(layers, fewer_slots)
         fitting = [choice for choice in choices if choice.device_bytes + state_bytes <= budget_bytes]
         if fitting:
-            return _plan(layers, _fewest_streamed(fitting), link_bytes_per_s)
+            return _plan(layers, min(fitting, key=lambda choice: (choice.streamed_bytes, choice)), link_bytes_per_s)
     least_bytes = min(choices).device_bytes + state_bytes
     largest = max(layers, key=lambda layer: layer.num_bytes)
     others = "" if min(choices).device_bytes == largest.num_bytes else ", and one for each other size of layer"
@@ -290,8 +257,7 @@ def plan_budget(
 def plan_auto(
     layers: Sequence[LayerCosts], *, num_slots: int, link_bytes_per_s: float, budget_bytes: int | None = None
 ) -> ResidencyPlan:
-    """Return the plan that streams the most while copies hide behind the computation (a step takes at most 1 % longer); if a
-    budget needs more, the least that fits."""
+    """Return the plan that streams the most while copies hide; if a budget needs more, the least that fits."""
     choices = sorted(_even_choices(layers, num_slots))
     limit_s = HIDDEN * predict_step(layers, (), (), link_bytes_per_s).total_s
     steps = (predict_step(layers, choice.streamed, choice.slot_bytes, link_bytes_per_s) for choice in choices)
@@ -303,17 +269,17 @@ def plan_auto(
 
 def plan_again(plan: ResidencyPlan, layers: Sequence[LayerCosts], link_bytes_per_s: float | None) -> ResidencyPlan:
     """Return a plan that streams the same layers, with new predictions from measured layers."""
-    return _predicted(layers, set(plan.streamed), plan.slot_bytes, link_bytes_per_s)
+    streamed = [index for index, layer in enumerate(layers) if layer.name in plan.streamed]
+    return _predicted(layers, streamed, plan.slot_bytes, link_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class _Choice:
-    """Layers that may stream together, and the costs. The smallest choice leaves the fewest bytes on the device."""
+    """Layers that may stream together; the smallest choice leaves the fewest bytes on the device."""
 
     device_bytes: int
     streamed_bytes: int
-    resident: tuple[int, ...]
-    """Breaks ties: the smallest keeps the first layers, which hide the first copies."""
+    resident: tuple[int, ...]  # breaks ties: the smallest keeps the first layers, which hide the first copies
     streamed: tuple[int, ...] = field(compare=False)  # all others
     slot_bytes: tuple[int, ...] = field(compare=False)  # theirs
 
@@ -342,10 +308,6 @@ def _even_choices(layers: Sequence[LayerCosts], num_slots: int) -> list[_Choice]
     return choices
 
 
-def _fewest_streamed(choices: Iterable[_Choice]) -> _Choice:
-    return min(choices, key=lambda choice: (choice.streamed_bytes, choice))
-
-
 def _even_counts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
     if len(lengths) > 4:
         turns = sorted((Fraction(2 * turn + 1, length), -kind) for kind, length in enumerate(lengths) for turn in range(length))
@@ -358,20 +320,19 @@ def _even_counts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _plan(layers: Sequence[LayerCosts], choice: _Choice, link_bytes_per_s: float | None) -> ResidencyPlan:
-    return _predicted(layers, {layers[index].name for index in choice.streamed}, choice.slot_bytes, link_bytes_per_s)
+    return _predicted(layers, choice.streamed, choice.slot_bytes, link_bytes_per_s)
 
 
 def _predicted(
-    layers: Sequence[LayerCosts], streamed: Collection[str], slot_bytes: tuple[int, ...], link_bytes_per_s: float | None
+    layers: Sequence[LayerCosts], streamed: Collection[int], slot_bytes: tuple[int, ...], link_bytes_per_s: float | None
 ) -> ResidencyPlan:
     prediction = None
     if link_bytes_per_s is not None and _compute_s(layers) is not None:
-        indices = [index for index, layer in enumerate(layers) if layer.name in streamed]
-        prediction = predict_step(layers, indices, slot_bytes, link_bytes_per_s)
+        prediction = predict_step(layers, streamed, slot_bytes, link_bytes_per_s)
     planned = tuple(
         PlannedLayer(
             name=layer.name,
-            residency=LayerResidency.STREAMED if layer.name in streamed else LayerResidency.RESIDENT,
+            residency=LayerResidency.STREAMED if index in streamed else LayerResidency.RESIDENT,
             num_bytes=layer.num_bytes,
             forward_s=layer.forward_s,
             backward_s=layer.backward_s,
@@ -380,8 +341,7 @@ def _predicted(
         )
         for index, layer in enumerate(layers)
     )
-    predicted_s = prediction.total_s if prediction else None
-    return ResidencyPlan(layers=planned, slot_bytes=slot_bytes, predicted_s=predicted_s)
+    return ResidencyPlan(layers=planned, slot_bytes=slot_bytes, predicted_s=prediction.total_s if prediction else None)
 
 
 def _compute_s(layers: Sequence[LayerCosts] | Sequence[PlannedLayer]) -> float | None:

@@ -1,12 +1,10 @@
-"""Plans for a budget of saved tensors alone: what is kept and what is recomputed, as a `Walk` runs it.
-
-The joint search treats the step like any other. The walk then simulates its plans and their seeds: it drops more where room is
-short, so it fits budgets for which no plan alone is found.
-"""
+"""Plans for a budget of saved tensors alone: what is kept and what is recomputed. A `Walk` simulates the plans of the joint
+search, and drops more where room is short, so it fits budgets for which no plan alone is found."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import accumulate
@@ -20,14 +18,9 @@ from memkit.plan.remat import Outcome, Walks
 from memkit.plan.step import NO_OP, Lifetime, OpKind, OpWork, Step, StepTrace
 from memkit.plan.timeline import Levels
 
-_RECOMPUTE = frozenset({Action.RECOMPUTE})
-_BACKWARD = 2
-"""A backward takes about this many forwards."""
-
 
 def problem_of_saves(step: Step) -> Problem:
-    """Return the problem of a step where only saved tensors take bytes, from the save to the end of the last requesting node,
-    and nothing can move."""
+    """Return the problem of a step where only saved tensors take bytes, and nothing can move."""
     lineage, num_ops, num_uses = step.lineage, len(step.lineage.ins), len(step.uses)
     save_places = tuple(accumulate((max(lineage.maker[value], 0) + 1 for value in step.saves), max))
     end = num_ops + num_uses
@@ -50,10 +43,6 @@ def problem_of_saves(step: Step) -> Problem:
             lifetimes[value] = Lifetime(made_at=maker, released_at=read, freed_at=read)
     idle = OpWork(name="", kind=OpKind.POINTWISE, flops=0.0, num_bytes=0, dtype="")
     trace = StepTrace(
-        model="",
-        inputs="",
-        target="",
-        min_bytes=0,
         ops=(idle,) * end,
         num_forward_ops=num_ops,
         step=step,
@@ -62,11 +51,8 @@ def problem_of_saves(step: Step) -> Problem:
         use_places=tuple(range(num_ops, end)),
         lifetimes=lifetimes,
         live_bytes=tuple(levels.each()[:end]),
-        base_bytes=0,
-        trainable_numel=0,
-        trainable_bytes=0,
     )
-    backward_s = _BACKWARD * sum(lineage.seconds) / max(num_uses, 1)
+    backward_s = 2 * sum(lineage.seconds) / max(num_uses, 1)  # a backward takes about two forwards
     return make_problem(trace, GPUS["H200"], measured_s=[*lineage.seconds, *[backward_s] * num_uses])
 
 
@@ -99,7 +85,7 @@ class RematPlanner:
             self._problem = problem_of_saves(replace(self.step, fixed=self.step.fixed | self.step.moved))
         values = self._problem.values
         moved_bytes = sum(self.step.lineage.num_bytes[value] for value in self.step.moved.intersection(self.step.saves))
-        found = search_plan(self._problem, budget_bytes + moved_bytes, _RECOMPUTE, seeds=seeds)
+        found = search_plan(self._problem, budget_bytes + moved_bytes, {Action.RECOMPUTE}, seeds=seeds)
         gone = {held.value for held, action in zip(values, found.actions, strict=True) if action is Action.RECOMPUTE}
         dropped = gone.intersection(self.step.saves) | self.walks.asked
         anchors = frozenset(held.value for held in values if held.is_anchor and held.value not in gone)
@@ -110,8 +96,10 @@ class RematPlanner:
         """Return the plan for a budget of saved values and replay temporaries. Raises BudgetInfeasible if none fits."""
         found = self.best(budget_bytes)
         if found is None:
-            smallest = self.walks.smallest().peak_bytes
-            raise infeasible(budget_bytes, smallest, tell_kept(self._kept_bytes()))
+            step, kept_bytes = self.step, Counter[str]()
+            for value in dict.fromkeys(value for value in step.saves if value in step.why_kept):
+                kept_bytes[step.why_kept[value]] += step.lineage.num_bytes[value]
+            raise infeasible(budget_bytes, self.walks.smallest().peak_bytes, tell_kept(kept_bytes))
         return self.told(found, budget_bytes)
 
     def least(self, budget_bytes: int) -> Plan:
@@ -136,14 +124,6 @@ class RematPlanner:
             num_replayed_ops=found.num_replayed_ops,
             retained=frozenset(retained),
         )
-
-    def _kept_bytes(self) -> dict[str, int]:
-        """Return the bytes that no op recomputes, by reason, for reasons that a user may not expect."""
-        step, found = self.step, dict[str, int]()
-        for value in dict.fromkeys(step.saves):
-            if value in step.why_kept:
-                found[step.why_kept[value]] = found.get(step.why_kept[value], 0) + step.lineage.num_bytes[value]
-        return found
 
     def _planned(self, index: int, value: int, dropped: Collection[int], kept: Collection[int]) -> PlannedValue:
         step, lineage = self.step, self.step.lineage

@@ -42,15 +42,9 @@ class _Piecewise:
         return [ratio for first, ratio in self.ratios if first <= iteration][-1]
 
 
-_MAX_STEP = 0.1
-_MIN_STEP = 0.02
-
-
 @dataclass(slots=True)
 class _FitMemory:
-    """Lowers the ratio from 1 while the peak fits, by steps that the steepest slope so far allows, or the shortest; what was
-    steep may become flat, so only a peak that does not fit, or 0, ends this. Then it bisects between the ratios that fitted and
-    those that did not; then it stays, and moves only up."""
+    """Lowers the ratio from 1 while the peak fits, bisects once it does not, then stays, and moves only up."""
 
     target_bytes: int
     ratio: float = 1.0
@@ -73,7 +67,14 @@ class _FitMemory:
         if self._too_low is not None:
             return self._between(self._too_low, self.ratio)
         self._is_settled = self.ratio == 0
-        return self.ratio - min(max(_MIN_STEP, min(_MAX_STEP, self._step_to_target())), self.ratio)
+        slopes = [
+            (later[1] - earlier[1]) / (earlier[0] - later[0])
+            for earlier, later in zip(self._fitting, self._fitting[1:], strict=False)
+            if earlier[0] > later[0]
+        ]
+        steepest = max(slopes, default=0.0)
+        to_target = (self.target_bytes - peak_bytes) / steepest if steepest > 0 else 0.1
+        return self.ratio - min(max(0.02, min(0.1, to_target)), self.ratio)
 
     def _after_too_much(self, peak_bytes: int) -> float:
         if self.ratio >= 1.0:
@@ -86,24 +87,15 @@ class _FitMemory:
             self._has_warned = self._is_settled = True
             return 1.0
         if self._is_settled:  # something else has changed
-            return min(1.0, self.ratio + _MAX_STEP / 2)
+            return min(1.0, self.ratio + 0.1 / 2)
         self._too_low = self.ratio
         return self._between(self.ratio, self._fitting[-1][0] if self._fitting else 1.0)
 
     def _between(self, too_low: float, fitting: float) -> float:
-        if fitting - too_low < 1.5 * _MIN_STEP:
+        if fitting - too_low < 1.5 * 0.02:
             self._is_settled = True
             return fitting
         return (too_low + fitting) / 2
-
-    def _step_to_target(self) -> float:
-        slopes = [
-            (later[1] - earlier[1]) / (earlier[0] - later[0])
-            for earlier, later in zip(self._fitting, self._fitting[1:], strict=False)
-            if earlier[0] > later[0]
-        ]
-        steepest = max(slopes, default=0.0)
-        return (self.target_bytes - self._fitting[-1][1]) / steepest if steepest > 0 else _MAX_STEP
 
 
 def constant(ratio: float) -> Schedule:
@@ -209,7 +201,5 @@ def takes_peak(schedule: Schedule) -> bool:
 
 
 def call_schedule(schedule: Schedule, iteration: int, last_peak_bytes: int | None) -> float:
-    """Return the ratio for an iteration. Raises TypeError or ValueError, naming the iteration, if it is no number from 0 to
-    1."""
     ratio = schedule(iteration, last_peak_bytes) if takes_peak(schedule) else schedule(iteration)
     return check_ratio(ratio, where=f"the ratio that the schedule gives for iteration {iteration}")

@@ -1,7 +1,4 @@
-"""What one of several devices holds of a model that is split between them layer by layer, as by FSDP2.
-
-Numbers only: the layers are found elsewhere.
-"""
+"""What one of several devices holds of a model that is split between them layer by layer, as by FSDP2: numbers only."""
 
 from __future__ import annotations
 

@@ -8,7 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from memkit.core.sizes import ALIGNMENT_BYTES, DISK_PAGE_BYTES, HOST_PAGE_BYTES, check_bytes, format_bytes, rounded
+from memkit.core.sizes import (
+    ALIGNMENT_BYTES,
+    DISK_PAGE_BYTES,
+    HOST_PAGE_BYTES,
+    check_bytes,
+    format_bytes,
+    rounded,
+    total_rounded,
+)
 from memkit.errors import BudgetInfeasible, HostMemoryError
 
 
@@ -42,8 +50,7 @@ class ParameterCosts:
         return aligned(4 * self.numel) if self.has_master else self.parameter_bytes
 
     def sent_bytes(self, *, runs_ahead: bool = False) -> int:
-        """Return the bytes that a step on the host sends there: the gradient, and the parameter unless an up-to-date float32
-        copy is there."""
+        """Return the bytes that a step on the host sends there: with an up-to-date float32 copy there, gradients alone."""
         is_enough = self.has_master and not runs_ahead
         return self.gradient_bytes + (0 if is_enough else self.parameter_bytes)
 
@@ -96,14 +103,8 @@ def aligned(num_bytes: int) -> int:
     return rounded(num_bytes, ALIGNMENT_BYTES)
 
 
-NUM_BUFFERS = 4
-"""Buffers in host memory for pieces on a disk: some are being read, one is in use, others are being written."""
-BLOCK_BYTES = 256 * 2**20
-"""Host memory for pieces is allocated in blocks of about this size."""
-
-
-_SPREAD = 0.98
-"""Evenly spread residents are chosen if they fill at least this share of what densely packed ones would."""
+NUM_BUFFERS = 4  # buffers in host memory for pieces on a disk: some are being read, one is in use, others are being written
+BLOCK_BYTES = 256 * 2**20  # host memory for pieces is allocated in blocks of about this size
 
 
 def with_residents(pieces: list[StatePiece], budget_bytes: int, *, moves_large: bool = False) -> Iterator[StatePiece]:
@@ -121,7 +122,7 @@ def with_residents(pieces: list[StatePiece], budget_bytes: int, *, moves_large: 
     spread = _filled(evenly(first, sizes, share, most=budget_bytes), sizes, budget_bytes)
     packed = _filled(set(), sizes, budget_bytes)
     spread_bytes, packed_bytes = (sum(sizes[index] for index in chosen) for chosen in (spread, packed))
-    staying = spread if spread_bytes >= _SPREAD * packed_bytes else packed
+    staying = spread if spread_bytes >= 0.98 * packed_bytes else packed
     for index, piece in enumerate(pieces):
         yield replace(piece, is_resident=index in staying)
 
@@ -149,9 +150,7 @@ def evenly(indices: Iterable[int], sizes: Sequence[int], share: float, *, most: 
 
 
 def interleaved(pieces: Sequence[StatePiece]) -> list[int]:
-    """Return the indices of pieces in the quickest order for a step: resident pieces are evenly spread between moving ones, so
-    that the link never waits long. Both keep their own order. In the order of the groups, a large resident piece such as a head
-    would be stepped at the end, when nothing is left to move."""
+    """Return the indices of pieces in the quickest order: resident ones evenly spread between moving ones."""
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident]
     staying = [index for index, piece in enumerate(pieces) if piece.is_resident]
     moving_numel, staying_numel = (sum(pieces[index].numel for index in those) for those in (moving, staying))
@@ -185,18 +184,16 @@ def side_by_side(sizes_bytes: Sequence[int]) -> list[list[int]]:
 
 
 def held_bytes(sizes_bytes: Sequence[int]) -> int:
-    return sum(_in_pages(sum(block)) for block in side_by_side(sizes_bytes))
+    return total_rounded(map(sum, side_by_side(sizes_bytes)), HOST_PAGE_BYTES)
 
 
 def ring_bytes(pieces: Sequence[StatePiece]) -> tuple[int, ...]:
-    """Return the sizes of the host buffers for pieces on their way from and to a disk."""
     sizes = [part.state_bytes for piece in pieces if piece.is_on_disk for part in piece.parts]
     return (max(sizes),) * min(NUM_BUFFERS, len(sizes)) if sizes else ()
 
 
 def with_disk(pieces: Sequence[StatePiece], host_budget_bytes: int | None, *, is_backward: bool = False) -> list[StatePiece]:
-    """Return pieces with those on the disk that host memory has no room for: the last to be stepped, so that the disk reads
-    while the first are stepped. Without a budget, host memory holds the buffers only."""
+    """Return pieces with those on the disk that host memory has no room for, the last to be stepped; without a budget, all."""
     moving = [index for index, piece in enumerate(pieces) if not piece.is_resident and piece.state_bytes]
     moving = moving[::-1] if is_backward else moving
     in_host: list[int] = []
@@ -205,7 +202,7 @@ def with_disk(pieces: Sequence[StatePiece], host_budget_bytes: int | None, *, is
         if held_bytes(sizes) <= host_budget_bytes:
             return list(pieces)
         ring = [_on_disk(pieces[index]) for index in moving]
-        left_bytes = host_budget_bytes - sum(map(_in_pages, ring_bytes(ring)))
+        left_bytes = host_budget_bytes - total_rounded(ring_bytes(ring), HOST_PAGE_BYTES)
         if left_bytes < 0:
             raise HostMemoryError(
                 f"StateOffload needs a host_budget of at least {format_bytes(host_budget_bytes - left_bytes)}, for the buffers "
@@ -224,28 +221,9 @@ def _on_disk(piece: StatePiece) -> StatePiece:
     return replace(piece, is_on_disk=True, windows=tuple(replace(window, is_on_disk=True) for window in piece.windows))
 
 
-def _in_pages(num_bytes: int) -> int:
-    return rounded(num_bytes, HOST_PAGE_BYTES)
-
-
-PIECE_BYTES = 64 * 2**20
-"""A copy of this size reaches the link's full speed."""
-_HOST_PIECE_BYTES = 2 * PIECE_BYTES
-"""Of pieces stepped on the host only gradients are copied, at most half of the states; and whenever the caller goes on to the
-next piece, the stepping thread waits for the interpreter."""
-_LARGEST_PIECE_BYTES = 168 * 2**20
-"""With four slots, and the undo copy of a failed step, less than a GiB."""
-WINDOW_NUMEL = 2**16
-"""Windows of a large parameter begin at multiples of this: kernels over lists of tensors use blocks of this size, and each
-window is aligned like an allocation of its own."""
-_LEAST_PIECES = 16
-"""A small model has this many pieces, so that copies and steps overlap."""
-_MANY_PIECES = 128
-"""Beyond this number larger pieces gain: each costs the host the same, and the first and last hardly count."""
-_NUM_SLOTS = 4
-"""One piece comes, one is stepped and one leaves; and pieces differ in size."""
-_NUM_HOST_SLOTS = 6
-"""The thread always has gradients, even if each way they queue behind a larger piece of states."""
+PIECE_BYTES = 64 * 2**20  # a copy of this size reaches the link's full speed
+_LARGEST_PIECE_BYTES = 168 * 2**20  # with four slots, and the undo copy of a failed step, less than a GiB
+WINDOW_NUMEL = 2**16  # windows begin at multiples of this, as blocks of kernels over lists of tensors do, and so are aligned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,8 +342,18 @@ def plan_states(
         BudgetInfeasible: the budget is above 0, and smaller than the smallest piece.
         HostMemoryError: with a disk, `host_budget_bytes` has no room for the buffers.
     """
-    usual = _HOST_PIECE_BYTES if update == "host" and not (apart or has_disk) else PIECE_BYTES
-    most = _piece_bytes(costs, usual)
+    # Of pieces stepped on the host only gradients are copied; and between pieces the stepping thread waits for the interpreter.
+    usual = 2 * PIECE_BYTES if update == "host" and not (apart or has_disk) else PIECE_BYTES
+    whole = sum(cost.state_bytes for cost in costs)
+    most = min(max(usual, whole // 128), max(usual, _LARGEST_PIECE_BYTES))
+    most = min(most, max(1, whole // 16))  # of small models there are so many pieces, so that copies and steps overlap
+    groups, num_bytes = list[list[int]](), 0
+    for index, cost in enumerate(costs):
+        if not groups or apart or num_bytes + cost.state_bytes > most:
+            groups.append([])
+            num_bytes = 0
+        groups[-1].append(index)
+        num_bytes += cost.state_bytes
     pieces = [
         StatePiece(
             parameters=tuple(members),
@@ -376,7 +364,7 @@ def plan_states(
             state_bytes=sum(costs[index].state_bytes for index in members),
             windows=_windows(members[0], costs[members[0]], most, runs_ahead) if len(members) == 1 else (),
         )
-        for members in _cut(costs, most, apart=apart)
+        for members in groups
     ]
     pieces = list(with_residents(pieces, device_budget_bytes, moves_large=not runs_ahead))
     if has_disk:
@@ -387,55 +375,32 @@ def plan_states(
     return StatePlan(pieces=tuple(pieces), slot_bytes=slot_bytes)
 
 
-def _piece_bytes(costs: Iterable[ParameterCosts], usual: int) -> int:
-    """Return the most bytes of states per piece; only a parameter that can't be cut exceeds it."""
-    whole = sum(cost.state_bytes for cost in costs)
-    most = min(max(usual, whole // _MANY_PIECES), max(usual, _LARGEST_PIECE_BYTES))
-    return min(most, max(1, whole // _LEAST_PIECES))
-
-
-def _cut(costs: Sequence[ParameterCosts], most: int, *, apart: bool) -> Iterator[list[int]]:
-    members: list[int] = []
-    num_bytes = 0
-    for index, cost in enumerate(costs):
-        if members and (apart or num_bytes + cost.state_bytes > most):
-            yield members
-            members, num_bytes = [], 0
-        members.append(index)
-        num_bytes += cost.state_bytes
-    if members:
-        yield members
-
-
 def is_large(cost: ParameterCosts) -> bool:
     return cost.state_bytes > PIECE_BYTES and cost.numel > WINDOW_NUMEL
 
 
 def _windows(index: int, cost: ParameterCosts, most: int, runs_ahead: bool) -> tuple[StatePiece, ...]:
-    """Return the windows of a parameter that is larger than a piece, if it can be stepped in parts."""
     num_windows = -(-cost.state_bytes // max(PIECE_BYTES, most))
     length = rounded(-(-cost.numel // max(1, num_windows)), WINDOW_NUMEL)
     if not cost.is_elementwise or not is_large(cost) or length >= cost.numel:
         return ()
-    made = []
-    for start in range(0, cost.numel, length):
+
+    def window(start: int) -> StatePiece:
         numel = min(length, cost.numel - start)
-        # the last window has the padding at the end of each state and of the parameter
-        is_last = start + numel == cost.numel
-        parameter_bytes, gradient_bytes, sent_bytes, state_bytes = (
-            whole - whole // cost.numel * start if is_last else whole // cost.numel * numel
-            for whole in (cost.parameter_bytes, cost.gradient_bytes, cost.sent_bytes(runs_ahead=runs_ahead), cost.state_bytes)
-        )
-        window = StatePiece(
+
+        def share(whole: int) -> int:  # the last window has the padding at the end of each state and of the parameter
+            return whole - whole // cost.numel * start if start + numel == cost.numel else whole // cost.numel * numel
+
+        return StatePiece(
             parameters=(index,),
             numel=numel,
-            parameter_bytes=parameter_bytes,
-            gradient_bytes=gradient_bytes,
-            sent_bytes=sent_bytes,
-            state_bytes=state_bytes,
+            parameter_bytes=share(cost.parameter_bytes),
+            gradient_bytes=share(cost.gradient_bytes),
+            sent_bytes=share(cost.sent_bytes(runs_ahead=runs_ahead)),
+            state_bytes=share(cost.state_bytes),
         )
-        made.append(window)
-    return tuple(made)
+
+    return tuple(map(window, range(0, cost.numel, length)))
 
 
 def _with_slots(pieces: list[StatePiece], most: int) -> tuple[list[StatePiece], tuple[int, ...]]:
@@ -448,11 +413,17 @@ def _with_slots(pieces: list[StatePiece], most: int) -> tuple[list[StatePiece], 
             if piece.update is update and not piece.is_resident
             for part in piece.parts
         ]
-        num_slots = _NUM_SLOTS if update is Update.DEVICE else _NUM_HOST_SLOTS
-        found, own = _turns([_room(part, update) for _, part in parts], most, num_slots)
-        for (number, _), slot in zip(parts, found, strict=True):
-            slots[number].append(slot + len(sizes))
-        sizes += own
+        # One piece comes, one is stepped and one leaves; on the host gradients may queue each way behind a larger piece.
+        num_slots = 4 if update is Update.DEVICE else 6
+        rooms = [part.state_bytes if update is Update.DEVICE else part.way_bytes for _, part in parts]
+        # Oversized pieces share the first slot, the others take turns.
+        usual = max((room for room in rooms if room <= 2 * most), default=0)
+        has_large = max(rooms, default=0) > usual
+        num_usual = min(num_slots - has_large, sum(room <= usual for room in rooms))
+        turns = itertools.cycle(range(len(sizes) + has_large, len(sizes) + has_large + num_usual))
+        for (number, _), room in zip(parts, rooms, strict=True):
+            slots[number].append(next(turns) if room <= usual else len(sizes))
+        sizes += [max(rooms, default=0)] * has_large + [usual] * num_usual
     return [in_slots(piece, slots[number]) for number, piece in enumerate(pieces)], tuple(sizes)
 
 
@@ -461,21 +432,6 @@ def in_slots(piece: StatePiece, slots: Sequence[int]) -> StatePiece:
         return piece
     windows = (replace(part, slot=slot, update=piece.update) for part, slot in zip(piece.windows, slots, strict=False))
     return replace(piece, slot=slots[0], windows=tuple(windows))
-
-
-def _turns(rooms: Sequence[int], most: int, num_slots: int) -> tuple[list[int], list[int]]:
-    """Return the slot of each piece, and the sizes of the slots. Oversized pieces share one slot, the others take turns."""
-    if not rooms:
-        return [], []
-    usual = max((room for room in rooms if room <= 2 * most), default=0)
-    has_large = max(rooms) > usual
-    num_usual = min(num_slots - has_large, sum(room <= usual for room in rooms))
-    turns = itertools.cycle(range(has_large, has_large + num_usual))
-    return [next(turns) if room <= usual else 0 for room in rooms], [max(rooms)] * has_large + [usual] * num_usual
-
-
-def _room(piece: StatePiece, update: Update) -> int:
-    return piece.state_bytes if update is Update.DEVICE else piece.way_bytes
 
 
 def _count(number: int, noun: str) -> str:

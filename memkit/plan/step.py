@@ -1,19 +1,16 @@
-"""One training step as numbers: which op makes which value, what autograd saves, and what each op does. No seconds.
-
-A *value* is a storage's content between two writes; a view is no value of its own. An *op* makes values from values. Both are
-numbered in order of creation, so any selection of ops can run again in the order of their numbers.
-"""
+"""One training step as numbers: which op makes which value, what autograd saves, what each op does. A *value* is a storage's
+content between two writes. Ops and values are numbered in order of creation, so any ops can run again in that order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 from typing import Any, TypeVar
 
-NO_OP = -1
-"""The maker of a *root*: a value that existed before, or that no recorded op can recompute."""
+NO_OP = -1  # the maker of a *root*: a value that existed before, or that no recorded op can recompute
 
 
 class Lineage:
@@ -22,15 +19,12 @@ class Lineage:
     __slots__ = ("_num_linked", "ins", "maker", "num_bytes", "outs", "seconds", "taken", "users")
 
     num_bytes: Sequence[int]
-    maker: Sequence[int]
-    """The op that can recompute each value, or `NO_OP`."""
+    maker: Sequence[int]  # the op that can recompute each value, or `NO_OP`
     ins: Sequence[tuple[int, ...]]
     outs: Sequence[tuple[int, ...]]
-    taken: Mapping[int, tuple[tuple[int, int], ...]]
-    """For ops that write to their arguments: pairs of the overwritten value and the value it becomes."""
+    taken: Mapping[int, tuple[tuple[int, int], ...]]  # of ops that write to arguments: pairs of the value before and after
     seconds: Sequence[float]
-    users: list[list[int]]
-    """The ops that read each value, as of the last `link`."""
+    users: list[list[int]]  # the ops that read each value, as of the last `link`
 
     def __init__(self, known: Lineage, seconds: Sequence[float]) -> None:
         self.num_bytes, self.maker = tuple(known.num_bytes), tuple(known.maker)
@@ -118,8 +112,7 @@ class GrowingLineage(Lineage):
     def add_op(
         self, ins: Sequence[int], outs_bytes: Sequence[int], seconds: float = 0.0, taken: Iterable[int] = ()
     ) -> tuple[int, ...]:
-        """Return the numbers of the values that a new op makes. The last ones replace the values that it overwrites, in the
-        order of `taken`."""
+        """Return the values that a new op makes; the last ones replace those that it overwrites, in the order of `taken`."""
         op, first = len(self.ins), len(self.maker)
         outs = tuple(range(first, first + len(outs_bytes)))
         self.num_bytes += outs_bytes
@@ -131,6 +124,12 @@ class GrowingLineage(Lineage):
         if written:
             self.taken[op] = tuple(zip(written, outs[len(outs) - len(written) :], strict=True))
         return outs
+
+
+def short_name(op: str) -> str:
+    """Return an op's name without namespace and overload: "mm" for "aten.mm.default"."""
+    parts = op.split(".")
+    return parts[1] if len(parts) == 3 else op
 
 
 def ends_of(nodes: Sequence[int]) -> tuple[int, ...]:
@@ -145,26 +144,19 @@ def ends_of(nodes: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One whole step: its lineage, what autograd saves, and when the backward requests it. Immutable, also if its recording
-    continues."""
+    """One whole step, immutable: its lineage, what autograd saves, and when the backward requests it."""
 
     lineage: Lineage
-    saves: tuple[int, ...]
-    """The value of each save that counts, in order. A value may be saved several times."""
+    saves: tuple[int, ...]  # the value of each save that counts, in order. A value may be saved several times.
     uses: tuple[int, ...]
     use_ends: tuple[int, ...] = ()
-    """For each request, the first later one from another graph node: until then the node holds its value. Without it each
-    request counts as a node's only one."""
-    fixed: frozenset[int] = field(default_factory=frozenset)
-    """Saved values that stay under any plan: no op makes them, or the user requested it."""
+    """For each request, the first later one from another graph node, which holds its value until then; or each is alone."""
+    fixed: frozenset[int] = field(default_factory=frozenset)  # saves that stay under any plan: no op makes them, or by request
     dropped: frozenset[int] = field(default_factory=frozenset)
-    moved: frozenset[int] = field(default_factory=frozenset)
-    """Saved values that leave for host memory under any plan; they come back for their readers."""
+    moved: frozenset[int] = field(default_factory=frozenset)  # saves that leave under any plan, and come back for their readers
     retained_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Roots that are freed unless held on purpose, and their bytes: made by ops that cannot run again, or overwritten. All
-    other roots are the caller's and cost nothing."""
-    why_kept: Mapping[int, str] = field(default_factory=dict)
-    """Why no op recomputes a value, where a user may not expect it."""
+    """Roots that are freed unless held on purpose, and their bytes; all others are the caller's and cost nothing."""
+    why_kept: Mapping[int, str] = field(default_factory=dict)  # why no op recomputes a value, where a user may not expect it
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lineage", self.lineage.frozen())
@@ -241,10 +233,10 @@ class StepTrace:
     before `ops[3]`.
     """
 
-    model: str
-    inputs: str
-    target: str
-    min_bytes: int
+    model: str = ""
+    inputs: str = ""
+    target: str = ""
+    min_bytes: int = 0
     """Smaller saved storages stay where they are: they are part of the working bytes."""
     ops: tuple[OpWork, ...]
     """All ops that compute or make anything, even if nothing of theirs is saved: of the forward and the loss, then of the
@@ -260,10 +252,10 @@ class StepTrace:
     """Of each saved value, and of each other value of at least `min_bytes` that an op of the forward makes."""
     live_bytes: tuple[int, ...]
     """Bytes on the device beside `base_bytes` during each op, just after it has made its outputs."""
-    base_bytes: int
+    base_bytes: int = 0
     """Bytes that exist before: parameters, buffers, inputs."""
-    trainable_numel: int
-    trainable_bytes: int
+    trainable_numel: int = 0
+    trainable_bytes: int = 0
     names: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     modules: tuple[ModuleOps, ...] = ()
     """The calls of modules in the forward, in the order in which they begin."""
@@ -278,27 +270,20 @@ class StepTrace:
 
 _KINDS = tuple(OpKind)
 _T = TypeVar("_T")
-_TEXTS = ("model", "inputs", "target")
+_TEXTS, _ROWS = ("model", "inputs", "target"), ("op_places", "save_places", "use_places")
 _NUMBERS = ("min_bytes", "num_forward_ops", "base_bytes", "trainable_numel", "trainable_bytes")
-_ROWS = ("op_places", "save_places", "use_places")
 _STEP_ROWS, _STEP_SETS = ("saves", "uses", "use_ends"), ("fixed", "dropped", "moved")
 
 
 def trace_to_plain(trace: StepTrace) -> dict[str, Any]:
-    texts: dict[str, int] = {}
     step, lineage = trace.step, trace.step.lineage
-
-    def number(text: str) -> int:
-        return texts.setdefault(text, len(texts))
-
+    texts: dict[str, int] = defaultdict(lambda: len(texts))
     return {
         **{name: getattr(trace, name) for name in (*_TEXTS, *_NUMBERS, *_ROWS, "live_bytes", "backend_dependent")},
-        "ops": [
-            [number(op.name), _KINDS.index(op.kind), _number(op.flops), op.num_bytes, number(op.dtype)] for op in trace.ops
-        ],
+        "ops": [[texts[op.name], _KINDS.index(op.kind), op.flops, op.num_bytes, texts[op.dtype]] for op in trace.ops],
         "lifetimes": [[value, life.made_at, life.released_at, life.freed_at] for value, life in trace.lifetimes.items()],
-        "names": [[value, number(op), number(module)] for value, (op, module) in trace.names.items()],
-        "modules": [[number(call.module), number(call.kind), call.begin, call.end] for call in trace.modules],
+        "names": [[value, texts[op], texts[module]] for value, (op, module) in trace.names.items()],
+        "modules": [[texts[call.module], texts[call.kind], call.begin, call.end] for call in trace.modules],
         "step": {
             "num_bytes": lineage.num_bytes,
             "ins": lineage.ins,
@@ -308,16 +293,18 @@ def trace_to_plain(trace: StepTrace) -> dict[str, Any]:
             **{name: getattr(step, name) for name in _STEP_ROWS},
             **{name: sorted(getattr(step, name)) for name in _STEP_SETS},
             "retained_bytes": list(step.retained_bytes.items()),
-            "why_kept": [[value, number(why)] for value, why in step.why_kept.items()],
+            "why_kept": [[value, texts[why]] for value, why in step.why_kept.items()],
         },
         "texts": list(texts),
     }
 
 
 def trace_from_plain(content: Mapping[str, Any]) -> StepTrace:
-    """Return the trace that `trace_to_plain` was called on. Of other content raises KeyError, TypeError, ValueError, IndexError
-    or AttributeError."""
-    text = _texts_of(content["texts"])
+    texts = [_checked(text, str) for text in content["texts"]]
+
+    def text(number: Any) -> str:
+        return texts[_whole(number)]
+
     of_step = content["step"]
     rows: dict[str, Any] = {name: _wholes(of_step[name]) for name in _STEP_ROWS}  # of several types, as those below
     rows |= {name: frozenset(_wholes(of_step[name])) for name in _STEP_SETS}
@@ -342,7 +329,7 @@ def trace_from_plain(content: Mapping[str, Any]) -> StepTrace:
             _whole(value): Lifetime(made_at=_whole(made_at), released_at=_whole(released_at), freed_at=_whole(freed_at))
             for value, made_at, released_at, freed_at in content["lifetimes"]
         },
-        live_bytes=_wholes(content["live_bytes"], least=None),
+        live_bytes=tuple(_checked(num_bytes, int) for num_bytes in content["live_bytes"]),
         names={_whole(value): (text(op), text(module)) for value, op, module in content["names"]},
         modules=tuple(
             ModuleOps(module=text(module), kind=text(kind), begin=_whole(begin), end=_whole(end))
@@ -360,15 +347,13 @@ def _lineage_from(content: Mapping[str, Any]) -> Lineage:
     seconds = content["seconds"] or [0.0] * len(ins)
     lineage = GrowingLineage()
     for op, (read, (first, count), op_s) in enumerate(zip(ins, outs, seconds, strict=True)):
-        while len(lineage.maker) < first:
-            lineage.add_root(num_bytes[len(lineage.maker)])
+        lineage.add_roots(num_bytes[len(lineage.maker) : first])
         sizes_bytes = num_bytes[first : first + count]
         sources = _wholes(read)
         made = lineage.add_op(sources, sizes_bytes, float(op_s), [before for before, _ in taken.get(op, ())])
         if len(made) != count or (made and made[0] != first) or any(source >= first for source in sources):
             raise ValueError(f"op {op} of the lineage makes or reads other values than there are")
-    while len(lineage.maker) < len(num_bytes):
-        lineage.add_root(num_bytes[len(lineage.maker)])
+    lineage.add_roots(num_bytes[len(lineage.maker) :])
     if lineage.taken != taken:
         raise ValueError("the lineage writes over other values than there are")
     return lineage.frozen()
@@ -407,32 +392,23 @@ def _check_below(name: str, found: Iterable[int], end: int) -> None:
         raise ValueError(f"{name} is {largest}; expected less than {end}")
 
 
-def _texts_of(texts: Sequence[str]) -> Callable[[Any], str]:
-    known = [_checked(text, str) for text in texts]
-    return lambda number: known[_whole(number)]
-
-
 def _checked(value: Any, kind: type[_T]) -> _T:
     if type(value) is not kind:
         raise TypeError(f"found {value!r}; expected {kind.__name__}")
     return value
 
 
-def _whole(value: Any, *, least: int | None = 0) -> int:
-    if least is not None and _checked(value, int) < least:
-        raise ValueError(f"found {value}; expected {least} or more")
-    return _checked(value, int)
+def _whole(value: Any) -> int:
+    if _checked(value, int) < 0:
+        raise ValueError(f"found {value}; expected 0 or more")
+    return int(value)
 
 
-def _wholes(values: Iterable[Any], *, least: int | None = 0) -> tuple[int, ...]:
-    return tuple(_whole(value, least=least) for value in values)
+def _wholes(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(_whole, values))
 
 
 def _flops(value: Any) -> float:
     if not isinstance(value, int | float) or not value >= 0:
         raise ValueError(f"found {value!r} FLOPs")
     return float(value)
-
-
-def _number(value: float) -> int | float:
-    return int(value) if value.is_integer() else value  # which is shorter

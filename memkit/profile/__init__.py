@@ -26,25 +26,6 @@ from memkit.profile.sharded import ShardInfo
 from memkit.profile.table import ComparedFigure, Comparison
 from memkit.profile.tracker import profile_memory
 
-__all__ = [
-    "AliveItem",
-    "AliveStorage",
-    "ComparedFigure",
-    "Comparison",
-    "FeatureFit",
-    "Fit",
-    "MemoryCategory",
-    "MemoryReport",
-    "ModuleRecord",
-    "Moment",
-    "OptimizerMemory",
-    "Phase",
-    "RunInfo",
-    "SavedCategory",
-    "SavedTensorRecord",
-    "ShardInfo",
-    "StepMemory",
-    "find_report",
-    "profile_memory",
-    "timed_saves",
-]
+__all__ = ["ComparedFigure", "Comparison", "FeatureFit", "Fit", "find_report", "profile_memory", "timed_saves"]
+__all__ += ["MemoryReport", "ModuleRecord", "RunInfo", "SavedCategory", "SavedTensorRecord", "ShardInfo"]
+__all__ += ["AliveItem", "AliveStorage", "MemoryCategory", "Moment", "OptimizerMemory", "Phase", "StepMemory"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import accumulate
 from typing import Any
+
+from memkit.plan.timeline import Levels
 
 
 class MemoryCategory(str, Enum):
@@ -133,9 +135,12 @@ class StepMemory:
     """The bytes of all categories together at each moment."""
 
     def __post_init__(self) -> None:
-        levels = _levels(self.storages, len(self.moments))
-        object.__setattr__(self, "levels", levels)
-        object.__setattr__(self, "total_bytes", tuple(map(sum, zip(*levels.values(), strict=True))))
+        levels = {category: Levels(len(self.moments)) for category in MemoryCategory}
+        for storage in self.storages:
+            levels[storage.category].add(storage.begin, storage.end, storage.num_bytes)
+        each = {category: tuple(found.each()[: len(self.moments)]) for category, found in levels.items()}
+        object.__setattr__(self, "levels", each)
+        object.__setattr__(self, "total_bytes", tuple(map(sum, zip(*each.values(), strict=True))))
 
     @property
     def peak(self) -> int:
@@ -175,16 +180,12 @@ class StepMemory:
 
     def to_plain(self) -> dict[str, Any]:
         """Return this as plain JSON values, each distinct text written once; `from_plain` reads it."""
-        texts: dict[str, int] = {}
+        texts: dict[str, int] = defaultdict(lambda: len(texts))
         phases, categories = list(Phase), list(MemoryCategory)
-
-        def number(text: str) -> int:
-            return texts.setdefault(text, len(texts))
-
         return {
-            "moments": [[phases.index(at.phase), number(at.op), number(at.module)] for at in self.moments],
+            "moments": [[phases.index(at.phase), texts[at.op], texts[at.module]] for at in self.moments],
             "storages": [
-                [categories.index(it.category), number(it.module), number(it.what), it.num_bytes, it.begin, it.end]
+                [categories.index(it.category), texts[it.module], texts[it.what], it.num_bytes, it.begin, it.end]
                 for it in self.storages
             ],
             "phases": [phase.value for phase in phases],
@@ -194,8 +195,7 @@ class StepMemory:
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> StepMemory:
-        """Return the value that `to_plain` was called on. Of other content raises KeyError, TypeError, ValueError or
-        IndexError."""
+        """Return the value that `to_plain` was called on. Raises KeyError, TypeError, ValueError, IndexError: of others."""
         texts = [str(text) for text in content["texts"]]
         phases, categories = list(map(Phase, content["phases"])), list(map(MemoryCategory, content["categories"]))
         moments = tuple(Moment(phase=phases[phase], op=texts[op], module=texts[at]) for phase, op, at in content["moments"])
@@ -235,17 +235,3 @@ def grouped(items: Iterable[AliveItem], key: Callable[[AliveItem], Hashable]) ->
         for group in groups.values()
     ]
     return sorted(found, key=lambda pair: -pair[0].num_bytes)
-
-
-def _levels(storages: Iterable[AliveStorage], num_moments: int) -> dict[MemoryCategory, tuple[int, ...]]:
-    changes = {category: [0] * (num_moments + 1) for category in MemoryCategory}
-    for storage in storages:
-        changes[storage.category][storage.begin] += storage.num_bytes
-        changes[storage.category][storage.end] -= storage.num_bytes
-    return {category: tuple(accumulate(steps))[:num_moments] for category, steps in changes.items()}
-
-
-def short_name(op: str) -> str:
-    """Return an op's name without namespace and overload: "mm" for "aten.mm.default"."""
-    parts = op.split(".")
-    return parts[1] if len(parts) == 3 else op

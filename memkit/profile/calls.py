@@ -27,14 +27,9 @@ class Gauge:
         self.forward_peaks: dict[int, int] = {}
         self.backward_peaks: dict[int, int] = {}
 
-    def open(self, index: int) -> None:
-        """A call of the module at `index` begins."""
-
-    def close(self, index: int) -> None:
-        """The innermost call, one of the module at `index`, ends."""
-
-    def start_backward_of(self, index: int | None) -> None:
-        """The backward reaches operations of the module at `index`; None when it ends."""
+    def open(self, index: int) -> None: ...  # a call of the module at `index` begins
+    def close(self, index: int) -> None: ...  # the innermost call, one of the module at `index`, ends
+    def start_backward_of(self, index: int | None) -> None: ...  # the backward reaches operations of a module, or None: it ends
 
     def take_highest(self) -> int | None:
         """Return the peak of allocated bytes since the last `take_highest`, and start again."""
@@ -42,8 +37,7 @@ class Gauge:
 
 
 class PeakGauge(Gauge):
-    """The most bytes allocated during each module's calls, above those at entry. The allocator has one peak counter: at the
-    ends of each call its value is added to every open call, and it is reset."""
+    """The most bytes allocated in each module's calls, above those at entry, by the allocator's one peak counter."""
 
     def __init__(self, counter: MemoryCounter) -> None:
         super().__init__()
@@ -144,7 +138,6 @@ def _misfit(module: nn.Module, args: tuple[Any, ...]) -> str:
 
 
 def _needed(module: nn.Module) -> tuple[int | str, ...]:
-    """Return the sizes that a module needs; "..." stands for any number of them."""
     if isinstance(module, nn.Linear):
         return "...", module.in_features
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
@@ -167,24 +160,21 @@ def _fits(found: tuple[int, ...], needed: tuple[int | str, ...]) -> bool:
 
 
 class CallStack:
-    """The open calls, innermost last; tells a gauge when one opens or closes. Modules under a compiled one are not hooked:
-    their calls happen inside compiled code."""
+    """The open calls, innermost last; modules under a compiled one are not hooked: their calls happen inside compiled code."""
 
     def __init__(self, tree: ModuleTree, gauge: Gauge) -> None:
-        self._tree = tree
+        self._tree, self.outside = tree, tree.outside
         self._gauge = gauge
         self._open: list[int] = []
         self._hooked: set[int] = set()
-        self._raised: tuple[BaseException, int, tuple[Any, ...]] | None = None
-        """An exception, the module that raised it, and that module's arguments."""
+        self._raised: tuple[BaseException, int, tuple[Any, ...]] | None = None  # of which module, with its arguments
         self._backward_of: int | None = None
         self.in_backward = False
         self.num_calls: Counter[int] = Counter()
         # The autograd sequence numbers from which on each module is the innermost, ascending, for `_owner_of_node`.
         self._first_numbers: list[int] = []
         self._owners: list[int] = []
-        self.first_number = torch_private.node_number()
-        """Nodes with lower autograd sequence numbers are older than the run."""
+        self.first_number = torch_private.node_number()  # nodes with lower autograd sequence numbers are older than the run
 
     @property
     def current(self) -> int:
@@ -197,13 +187,8 @@ class CallStack:
     def row(self) -> str:
         return self._tree.fqn(self.current)
 
-    @property
-    def outside(self) -> int:
-        return self._tree.outside
-
     def explain(self, error: BaseException) -> tuple[str, str]:
-        """Return the module that raised an exception in words, "layer1.0.conv1 (Conv2d)" or "the backward of ...", and the
-        shape that it needs, if it was given another."""
+        """Return the module that raised an exception in words, and the shape that it needs, if it was given another."""
         _, index, args = self._raised if self._raised is not None and self._raised[0] is error else (None, self.current, ())
         module = None if index == self.outside else self._tree.nodes[index].module
         name = "the loss" if module is None else f"{self._tree.fqn(index)} ({type(module).__name__})"
@@ -224,9 +209,7 @@ class CallStack:
             self._leave(index, args)
 
     def backward(self, hooks: HookSet, graph: BackwardGraph, run: Callable[[], None]) -> None:
-        """Run a backward, telling the gauge which module's operations it has reached: a node belongs to the module that was
-        innermost when it was made; accumulating a gradient to the operation before it. Module calls from here on belong to
-        recomputes of checkpoints, and are ignored."""
+        """Run a backward; a node belongs to the module that was innermost when it was made, or to the node before."""
         self.in_backward = True
         for node in graph.nodes:
             hooks.before_backward(node, partial(self._before_node, self._owner_of_node(node)))
@@ -271,8 +254,7 @@ class CallStack:
 
 
 class BackwardGraph:
-    """The autograd nodes that a backward from `roots` can reach, and the leaves that get gradients from it. The inside of a
-    reentrant checkpoint is one node."""
+    """The autograd nodes that a backward from `roots` can reach, and the leaves that get gradients from it."""
 
     def __init__(self, roots: Iterable[Tensor]) -> None:
         self.nodes: list[torch.autograd.graph.Node] = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memkit.core.sizes import unit_of
 from memkit.errors import BudgetInfeasible
@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 _ALONE = {Action.RECOMPUTE: ("memkit.Rematerialize", "recomputing"), Action.OFFLOAD: ("memkit.CPUOffload", "offloading")}
 _STATES = "memkit.StateOffload(optimizer)"
-_CLOSE = 0.9
-"""A step that takes more of the memory than this may not fit: workspaces and fragmentation come on top."""
-_MOSTLY = 0.5
-_LEAST_STAYING_BYTES = 2**28
-"""Fewer bytes of states that could stay are not mentioned: a piece of them has up to 168 MiB."""
+_CLOSE = 0.9  # a step that takes more of the memory than this may not fit: workspaces and fragmentation come on top
 
 DEFAULT_GPU = "H200"
 
@@ -113,8 +109,8 @@ class Fit:
         best = f"This would fit in {budget} with {found.feature}, about {said} ({self._predicted()})."
         best += self._moved(found)
         others = [feature for feature in self.features if feature is not found]
-        able = [f"{_alone(other)} {self._times(other):.2f} times" for other in others if other.step_s is not None]
-        unable = [f"{_alone(other)} does not reach it" for other in others if other.step_s is None]
+        able = [f"{it.how} alone ({it.feature}) {self._times(it):.2f} times" for it in others if it.step_s is not None]
+        unable = [f"{it.how} alone ({it.feature}) does not reach it" for it in others if it.step_s is None]
         return " ".join([best, *([f"By comparison: {', '.join([*able, *unable])}."] if others else [])])
 
     def _too_small(self, budget: str) -> str:
@@ -126,7 +122,7 @@ class Fit:
             f"This does not fit in {budget}: the least that memkit.MemoryBudget can keep to is "
             f"{_size(alone.least_bytes, up=True)}{also} ({self._predicted()})."
         )
-        if static > _MOSTLY * alone.least_bytes:
+        if static > 0.5 * alone.least_bytes:
             return (
                 f"{said} {_size(static)} are parameters, gradients, optimizer states and inputs: memkit.LayerOffload streams "
                 "weights from host memory; a smaller dtype or LoRA makes all of them smaller."
@@ -138,7 +134,7 @@ class Fit:
             return ""
         seconds = "" if self.link_bytes_per_s is None else f", {feature.link_bytes / self.link_bytes_per_s:.2g} s of its link"
         spare_bytes = int(_CLOSE * self.budget_bytes) - (feature.peak_bytes or 0)
-        may_stay = spare_bytes >= _LEAST_STAYING_BYTES and feature.least_bytes == feature.peak_bytes
+        may_stay = spare_bytes >= 2**28 and feature.least_bytes == feature.peak_bytes  # a piece of states has up to 168 MiB
         return (
             f" Each step of the optimizer moves {_size(feature.link_bytes)} of states to the GPU and back{seconds}; "
             f"{_size(feature.room_bytes, up=True)} of the GPU are room for those on their way."
@@ -153,16 +149,11 @@ class Fit:
         return (feature.step_s or 0.0) / self.plain_s if self.plain_s else 1.0
 
 
-def _alone(feature: FeatureFit) -> str:
-    return f"{feature.how} alone ({feature.feature})"
-
-
 def _budget(written: str) -> str:
     return f'memkit.MemoryBudget("{written}")'
 
 
 def check_fit(budget: int | float | str | None, gpu: GpuSpec | None) -> int | float | None:
-    """Return a budget as bytes or as a share. Raises TypeError or ValueError if it is neither, or the GPU has less memory."""
     checked = None if budget is None else budget_or_share(budget)
     if gpu is not None and isinstance(checked, int) and checked > gpu.memory_bytes:
         raise ValueError(
@@ -179,7 +170,6 @@ def fit_step(
     *,
     optimizer: OptimizerMemory | None,
 ) -> Fit:
-    """Return whether a step fits in a budget; None stands for the GPU's memory. See `MemoryReport.fit_in`."""
     spec = find_gpu(DEFAULT_GPU if gpu is None else gpu)
     checked = check_fit(budget, None if gpu is None else spec)
     problem = make_problem(trace, spec, optimizer_bytes=0 if optimizer is None else optimizer.state_bytes)
@@ -210,8 +200,7 @@ def fit_step(
 def _with_states(
     trace: StepTrace, spec: GpuSpec, optimizer: OptimizerMemory, features: list[FeatureFit], budget_bytes: int
 ) -> Iterator[FeatureFit]:
-    """Yield `StateOffload` by itself if that is enough, else with the mix (the first of `features`) if nothing else is. The
-    optimizer's own seconds are in neither."""
+    """Yield `StateOffload` by itself if that is enough, else with the mix (the first of `features`) if nothing else is."""
     room_bytes = optimizer.room_bytes
     if room_bytes is None or room_bytes >= optimizer.state_bytes:
         return
@@ -242,10 +231,6 @@ def _feature(planner: JointPlanner, feature: str, how: str, budget_bytes: int) -
     except BudgetInfeasible:
         return FeatureFit(feature=feature, how=how, peak_bytes=None, step_s=None, least_bytes=least_bytes)
     return FeatureFit(feature=feature, how=how, peak_bytes=found.peak_bytes, step_s=found.seconds, least_bytes=least_bytes)
-
-
-def fit_from(content: Mapping[str, Any]) -> Fit:
-    return Fit(**{**content, "features": tuple(FeatureFit(**feature) for feature in content["features"])})
 
 
 def _written(num_bytes: int) -> str:

@@ -24,14 +24,11 @@ if TYPE_CHECKING:
     OptimizerLike = str | torch.optim.Optimizer | type[torch.optim.Optimizer]
 
 _BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-"""Classes of `torch.optim` that step each element by itself, so that a large parameter's states can move in parts. For other
-classes this can't be seen without data, so they count as not elementwise."""
-_AS_A_WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
-"""Classes that can't step parameters one by one, so that their states can't leave."""
+"""Classes that step each element by itself, so that a large parameter's states can move in parts."""
+_AS_A_WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam)  # their states can't leave
 
 
 def check_optimizer(optimizer: OptimizerLike | None) -> OptimizerLike | None:
-    """Return an optimizer or class as given, or the class's name. Raises TypeError or ValueError for anything else."""
     if isinstance(optimizer, str):
         known = optimizer_names()
         if optimizer.lower() not in known:
@@ -62,13 +59,18 @@ def optimizer_names() -> dict[str, type[torch.optim.Optimizer]]:
 def optimizer_memory(
     step: ProfiledStep, tree: ModuleTree, optimizer: OptimizerLike, *, device: torch.device, rounding_bytes: int
 ) -> tuple[OptimizerMemory, tuple[AliveStorage, ...]]:
-    """Return the bytes that an optimizer keeps on the device, and its states; streamed parameters have theirs in host
-    memory."""
+    """Return the bytes that an optimizer keeps on the device, and its states, without those of streamed parameters."""
     there: list[Tensor] = []
     if isinstance(optimizer, torch.optim.Optimizer):
         made = unwrapped(optimizer)
         own = stepped = [parameter for group in made.param_groups for parameter in group["params"]]
-        _check_parameters(step, own)
+        known = {id(parameter) for module in step.modules() for parameter in module.parameters()}
+        strangers = [parameter for parameter in own if id(parameter) not in known]
+        if strangers:
+            raise ValueError(
+                f"optimizer must be made on the model's parameters; found {len(strangers)} of {len(own)} that are not the "
+                f'model\'s, the first of shape {tuple(strangers[0].shape)}. Make it anew, or pass a name such as "adamw"'
+            )
         there = [leaf for leaf in torch_private.tree_leaves([*made.state.values()]) if isinstance(leaf, Tensor)]
     else:
         parameters = dict.fromkeys(parameter for module in step.modules() for parameter in module.parameters())
@@ -150,13 +152,3 @@ def _kept(optimizer: torch.optim.Optimizer) -> dict[int, list[KeptState]]:
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. Pass a torch.optim optimizer with "
             "states of the same size, or leave optimizer out"
         ) from error
-
-
-def _check_parameters(step: ProfiledStep, given: list[Tensor]) -> None:
-    own = {id(parameter) for module in step.modules() for parameter in module.parameters()}
-    strangers = [parameter for parameter in given if id(parameter) not in own]
-    if strangers:
-        raise ValueError(
-            f"optimizer must be made on the model's parameters; found {len(strangers)} of {len(given)} that are not the "
-            f'model\'s, the first of shape {tuple(strangers[0].shape)}. Make it anew, or pass a name such as "adamw"'
-        )

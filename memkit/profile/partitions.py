@@ -1,5 +1,4 @@
-"""The bytes that a block would save, and the work it would recompute, if compiled with a given `activation_memory_budget`:
-found from its graphs, without running anything."""
+"""What a block would save and recompute if compiled with a given `activation_memory_budget`, found from its graphs alone."""
 
 from __future__ import annotations
 
@@ -27,12 +26,9 @@ _KINDS = ("cuda", "cpu")
 
 
 class Partition(NamedTuple):
-    """One way to partition a block's forward and backward."""
-
     budget: float
     saved_bytes: int
-    given_bytes: int
-    """Bytes of its inputs, which are all that is saved if the whole block is recomputed."""
+    given_bytes: int  # bytes of its inputs, which are all that is saved if the whole block is recomputed
     forward_flops: float
     backward_flops: float
 
@@ -42,9 +38,7 @@ class _CutError(Exception):
 
 
 def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float]) -> list[Partition]:
-    """Return how the compiler would partition a block (not a wrapper of `torch.compile`) called with these arguments, for
-    values of `activation_memory_budget`. Nothing is computed: AOTAutograd traces the forward with `torch.compile`'s
-    partitioner, in a thread of its own, free of the caller's modes and hooks. Raises RuntimeError if it can't be traced."""
+    """Trace a block in a thread free of the caller's modes; return how the compiler would partition it for some budgets."""
     dynamo: Any = importlib.import_module(torch_private.DYNAMO_CONFIG)  # only now: a slow import
     device = torch.get_default_device()
     is_elsewhere = any(parameter.device.type not in ("cpu", "meta") for parameter in block.parameters())
@@ -83,8 +77,7 @@ _here = _Here()
 
 @functools.cache
 def _tracer(_: int) -> ThreadPoolExecutor:
-    """Return the process's one tracing thread: without CUDA, torch 2.11 crashes when a second one begins to trace
-    (`torch._C._ensureCUDADeviceGuardSet`)."""
+    """Return the one tracing thread: without CUDA, torch 2.11 crashes when a second one begins to trace."""
     return ThreadPoolExecutor(1, "memkit partitions")
 
 

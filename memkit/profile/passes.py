@@ -1,7 +1,5 @@
-"""The runs that a profile is made of (unwatched, for memory, for time, without data), and the rows of a report.
-
-Memory and time are never taken in the same run: watching what is saved costs time, and would count as the model's.
-"""
+"""The runs that a profile is made of, and the rows of a report. Memory and time are never taken in the same run: watching what
+is saved costs time, and would count as the model's."""
 
 from __future__ import annotations
 
@@ -124,8 +122,7 @@ def memory_pass(step: ProfiledStep, tree: ModuleTree, device: Device) -> Watch:
 
 
 def simulated_pass(step: ProfiledStep, tree: ModuleTree, target: str, make_log: Callable[..., _Log]) -> tuple[Watch, _Log]:
-    """Run the step on meta as `target` would. The model has twins without data until `preserved`, around this, restores its
-    tensors."""
+    """Run the step on meta as `target` would; the model has twins without data until `preserved`, around this, ends."""
     refuse_scripted(step)
     step = without_data(step)
     log = make_log(step, rounding_bytes=rounding_bytes(target))

@@ -18,7 +18,7 @@ from memkit.plan.ratio import TimedSave
 from memkit.plan.step import trace_from_plain, trace_to_plain
 from memkit.profile import table
 from memkit.profile.alive import MemoryCategory, OptimizerMemory, StepMemory
-from memkit.profile.fit import Fit, fit_from, fit_step
+from memkit.profile.fit import FeatureFit, Fit, fit_step
 from memkit.profile.sharded import ShardInfo
 from memkit.profile.table import Comparison, compare, peak_text, peak_words
 from memkit.profile.tree import OUTSIDE_NAME, Shapes
@@ -473,7 +473,7 @@ def _report_from(content: Mapping[str, Any]) -> MemoryReport:
         ),
         slot_bytes=content.get("slot_bytes", 0),
         trace=part("trace", trace_from_plain),
-        fit=part("fit", fit_from),
+        fit=part("fit", lambda it: Fit(**{**it, "features": tuple(FeatureFit(**each) for each in it["features"])})),
         optimizer=part("optimizer", lambda it: OptimizerMemory(**it)),
         sharding=part("sharding", lambda it: ShardInfo(**it)),
         step_memory=part("step_memory", StepMemory.from_plain),
@@ -488,8 +488,6 @@ def _frozen(value: Any) -> Any:
 
 
 def timed_saves(report: MemoryReport, min_bytes: int) -> list[TimedSave]:
-    """Return the storages of a report that `CPUOffload` would count, with their times. Raises ValueError if the report has no
-    times (it is of the meta device, or has no backward)."""
     saves = []
     for record in report.saved:
         if record.storage_bytes < min_bytes or record.category is SavedCategory.PARAM_CAST:

@@ -51,8 +51,7 @@ class _Group:
 
 
 class GatheredParameters:
-    """Whole parameters, which FSDP2 fills before a layer and empties after it. No op shows that: call `resized` after each
-    op."""
+    """Whole parameters, which FSDP2 fills before a layer and empties after it, without an op that shows it."""
 
     def __init__(self, groups: Sequence[Any] = ()) -> None:
         self._unknown: list[tuple[Any, _Group]] = []
@@ -105,8 +104,7 @@ class Shards:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.groups[0].device
-        return device
+        return torch.device(self.groups[0].device)
 
     @property
     def on_host(self) -> tuple[Tensor, ...]:
@@ -142,8 +140,7 @@ def _num_shards(parameter: Any) -> int:
 
 
 def find_shards(modules: Sequence[nn.Module]) -> Shards:
-    """Return the shards of some modules, with every parameter a shard again. Raises ProfileError if a profile would be wrong or
-    do damage."""
+    """Return the shards of some modules, with every parameter a shard again; raise if a profile would be wrong or do damage."""
     sharded = fsdp_modules(modules)
     groups = tuple(dict.fromkeys(group for module in sharded for group in fsdp_groups(module)))  # modules may share one
     if not groups:
@@ -232,9 +229,8 @@ def with_others(
     around: Callable[[], AbstractContextManager[None]],
     checks: bool = True,
 ) -> _Value:
-    """Run a step in which FSDP2 communicates on every rank, within `around`; leave FSDP2 as it was. With `checks`, ranks wait
-    for each other before each collective, so that one's exception is raised on all; else only after `work`, and a rank that
-    raises keeps the others until the timeout of the group. Raises ShardError if another rank has raised, or didn't come."""
+    """Run a step with FSDP2 on every rank; with `checks`, ranks wait for each other before each collective, to raise
+    together."""
     if not shards:
         with around():
             return work()

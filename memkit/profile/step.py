@@ -28,9 +28,7 @@ from memkit.profile.tree import OUTSIDE_NAME, ROOT, ROOT_NAME, ModuleTree
 
 @contextmanager
 def preserved(modules: Iterable[nn.Module], torch_device: torch.device, *, contents: bool) -> Iterator[None]:
-    """Run a block, then restore every attribute, parameter, buffer and mode of `modules`, and all random states: attributes as
-    the same objects, containers with the same items; with `contents`, also the bytes and version counters of buffers and tensor
-    attributes. The bytes of parameters are not restored: copies would double the measured memory."""
+    """Run a block, then restore what `modules` have, but the bytes of parameters, and all random states."""
     distinct = list(dict.fromkeys(found for module in modules for found in module.modules()))
     devices = [torch_device] if torch_device.type == "cuda" else []
     with ExitStack() as after:  # each callback runs, even if others raise
@@ -49,7 +47,7 @@ def preserved(modules: Iterable[nn.Module], torch_device: torch.device, *, conte
             after.callback(numpy_random.set_state, numpy_random.get_state())
         after.callback(random.setstate, random.getstate())
         after.enter_context(torch.random.fork_rng(devices, device_type="cuda"))
-        # A run must not find autocast's cached casts of the one before.
+        # a run must not find autocast's cached casts of the one before.
         torch.clear_autocast_cache()
         after.callback(torch.clear_autocast_cache)
         yield
@@ -57,7 +55,6 @@ def preserved(modules: Iterable[nn.Module], torch_device: torch.device, *, conte
 
 @contextmanager
 def grads_set_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Run a block in which `tensors` start without gradients; restore their gradients afterwards."""
     kept = [(tensor, tensor.grad) for tensor in {id(tensor): tensor for tensor in tensors if tensor.is_leaf}.values()]
     try:
         for tensor, _ in kept:
@@ -124,8 +121,6 @@ def say_where(error: Exception, where: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledStep:
-    """Runs the model on its inputs, then the loss, then the backward."""
-
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -145,7 +140,6 @@ class ProfiledStep:
         return [tensor for module in self.modules() for tensor in (*module.parameters(), *module.buffers())]
 
     def device_tensors(self) -> list[Tensor]:
-        """Return parameters and buffers without streamed ones."""
         streamed = {id(parameter) for parameter in self.streamed.parameters}
         return [tensor for tensor in self.resident_tensors() if id(tensor) not in streamed]
 
@@ -161,7 +155,6 @@ class ProfiledStep:
             yield tensor, MemoryCategory.INPUT, ROOT_NAME, f"input {number}"
 
     def names_of_storages(self) -> dict[int, str]:
-        """Return names for the storages that a profile can't restore: those of parameters and inputs."""
         names = dict.fromkeys(unique_storages(self.input_tensors()), "an input")
         for module in self.modules():
             for name, param in module.named_parameters():
@@ -169,7 +162,6 @@ class ProfiledStep:
         return names
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """Return the storages on the device before anything runs: of parameters, buffers, inputs and slots."""
         return [*unique_storages([*self.device_tensors(), *self.input_tensors()]).values(), *self.streamed.slots]
 
     def check_surroundings(self) -> None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memkit.core.sizes import MIB, format_mib, unit_of
 from memkit.core.terminal import LAST, TextColumn, table_text, wrapped
-from memkit.profile.alive import AliveItem, MemoryCategory, Moment, Phase, StepMemory, grouped, short_name
+from memkit.page.document import CATEGORIES, where_of
+from memkit.plan.step import short_name
+from memkit.profile.alive import AliveItem, MemoryCategory, Moment, Phase, StepMemory, grouped
 from memkit.profile.tree import MEANINGS, OUTSIDE_NAME, ROOT_NAME, Mark, children_of
 
 if TYPE_CHECKING:
@@ -18,18 +20,6 @@ if TYPE_CHECKING:
     from memkit.profile.tree import Shapes
 
 
-PLURALS = {
-    MemoryCategory.PARAM: "parameters",
-    MemoryCategory.BUFFER: "buffers",
-    MemoryCategory.INPUT: "inputs",
-    MemoryCategory.OPTIMIZER_STATE: "optimizer states",
-    MemoryCategory.GRAD: "gradients",
-    MemoryCategory.ACTIVATION: "activations",
-    MemoryCategory.PARAM_CAST: "parameter casts",
-    MemoryCategory.TEMP: "temporaries",
-}
-_LEAST_SHARE = 0.005
-"""Categories below this share of the peak are summed up."""
 _UNSEEN = "other tensors, workspaces and rounding"
 _NEEDS_STEP = "what is alive at the peak of the step is known of a profile with backward=True (--backward)"
 _NEEDS_EAGER = "what is alive at the peak cannot be told, since torch.compile runs a part of the model; profile it before that"
@@ -47,10 +37,10 @@ def peak_words(report: MemoryReport) -> str | None:
         return (
             None if memory is not None else f"The step takes {peak_bytes / unit_bytes:.1f} {unit} at its peak; {_NEEDS_EAGER}."
         )
-    shown, rest, least = [], peak_bytes, max(_LEAST_SHARE * peak_bytes, 0.05 * unit_bytes)  # less would print as 0.0
+    shown, rest, least = [], peak_bytes, max(0.005 * peak_bytes, 0.05 * unit_bytes)  # less would print as 0.0
     for category, num_bytes in memory.category_bytes(memory.peak).items():
         if num_bytes >= least:
-            shown.append(f"{PLURALS[category]} {num_bytes / unit_bytes:.1f}")
+            shown.append(f"{CATEGORIES[category.value][0]} {num_bytes / unit_bytes:.1f}")
             rest -= num_bytes
     if rest >= least:
         # a measured peak also has bytes of no tensor of the step
@@ -95,15 +85,12 @@ def peak_text(report: MemoryReport, *, depth: int | None, top: int | None, full:
 
 
 def folded(memory: StepMemory, *, depth: int | None, full: bool) -> list[AliveItem]:
-    items = [replace(item, module=_above(item.module, depth)) for item in memory.grouped_at(memory.peak)]
+    items = list(memory.grouped_at(memory.peak))
+    for place, item in enumerate(items):
+        if depth is not None and item.module not in (ROOT_NAME, OUTSIDE_NAME):
+            items[place] = replace(item, module=".".join(item.module.split(".")[:depth]) or ROOT_NAME)
     found = grouped(items, lambda item: item.module if full else re.sub(r"\b\d+\b", "*", item.module))
     return [replace(item, module=_one_name(modules)) for item, modules in found]
-
-
-def _above(module: str, depth: int | None) -> str:
-    if depth is None or module in (ROOT_NAME, OUTSIDE_NAME):
-        return module
-    return ".".join(module.split(".")[:depth]) or ROOT_NAME
 
 
 def _one_name(distinct: Sequence[str]) -> str:
@@ -114,22 +101,15 @@ def _one_name(distinct: Sequence[str]) -> str:
         numbers = sorted({int(part) for part in column if part.isdecimal()})
         is_run = len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1
         some = f"[{numbers[0]}-{numbers[-1]}]" if is_run else f"[{','.join(map(str, numbers))}]"
-        parts.append(column[0] if len(set(column)) == 1 else some if len(numbers) <= _MOST_NUMBERS or is_run else "*")
+        parts.append(column[0] if len(set(column)) == 1 else some if len(numbers) <= 4 or is_run else "*")
     return f"{'.'.join(parts)} (x{len(distinct)})"
-
-
-_MOST_NUMBERS = 4
-
-
-_MAX_SHAPES = 2
 
 
 class _Column(NamedTuple):
     heading: str
     cell: Callable[[ModuleRecord, MemoryReport], str]
     right: bool = True
-    goes: int | None = None
-    """See `TextColumn.goes`: shapes are left out first, then types; measurements only if nothing else is left."""
+    goes: int | None = None  # shapes are left out first, then types; measurements only if nothing else is left
 
 
 def _mib(num_bytes: int | None) -> str:
@@ -141,14 +121,10 @@ def _ms(seconds: float | None) -> str:
 
 
 def _shapes(shapes: Shapes, num_kinds: int = 1) -> str:
-    shown = [f"({', '.join(map(str, shape))})" for shape in shapes[:_MAX_SHAPES]]
+    shown = [f"({', '.join(map(str, shape))})" for shape in shapes[:2]]
     more = len(shapes) - len(shown)
     kinds = f" x{num_kinds} kinds" if num_kinds > 1 else ""
     return (", ".join(shown) + (f" +{more}" if more else "") or "-") + kinds
-
-
-def _name(row: ModuleRecord, report: MemoryReport) -> str:
-    return f"{row.fqn} [{', '.join(row.marks)}]" if row.marks else row.fqn
 
 
 def _share(row: ModuleRecord, report: MemoryReport) -> str:
@@ -156,7 +132,7 @@ def _share(row: ModuleRecord, report: MemoryReport) -> str:
 
 
 _COLUMNS = {
-    "name": _Column("module name", _name, right=False),
+    "name": _Column("module name", lambda row, _: row.fqn + f" [{', '.join(row.marks)}]" * bool(row.marks), right=False),
     "type": _Column("type", lambda row, _: row.type_name or "-", right=False, goes=2),
     "params": _Column("parameter size (MiB)", lambda row, _: _mib(row.param_bytes)),
     "host": _Column("of it on the host (MiB)", lambda row, _: _mib(row.host_param_bytes or None), goes=LAST + 2),
@@ -185,7 +161,6 @@ SORT_KEYS = {
     "backward": "backward_s",
     "name": "fqn",
 }
-"""Sort keys, and fields of rows. Those of the same name are columns."""
 
 
 def check_view(*, depth: int | None, sort_by: str | None, top: int | None) -> None:
@@ -221,33 +196,22 @@ def to_text(
         )
         for name, column in ((name, _COLUMNS[name]) for name in names)
     ]
+    largest = max(rows, key=lambda row: row.self_bytes)
+    below = [f"{name}: {value}" for name, value in _notes(report)]
+    if largest not in shown and largest.self_bytes:
+        told = f"{largest.fqn} (self {format_mib(largest.self_bytes)})"
+        below.insert(0, f"not shown: {len(hidden)} rows, with the largest, {told}")
     words = report.in_words()
-    below = [*_largest_hidden(shown, hidden), _lines(_notes(report)), *(["", words, ""] if words else [])]
-    parts = [wrapped(part, width) for part in [*below, _lines(_totals(report))]]
-    return "\n".join([wrapped(_headline(report), width), "", table_text(columns, width), "", *parts])
-
-
-def _largest_hidden(shown: Sequence[ModuleRecord], hidden: Sequence[ModuleRecord]) -> list[str]:
-    largest = max((*shown, *hidden), key=lambda row: row.self_bytes)
-    if largest in shown or not largest.self_bytes:
-        return []
-    return [f"not shown: {len(hidden)} rows, with the largest, {largest.fqn} (self {format_mib(largest.self_bytes)})"]
-
-
-def _headline(report: MemoryReport) -> str:
-    run = report.run
-    where = f"meta, as {run.target} would run it" if run.device == "meta" else f"{run.device} ({run.device_name})"
+    below += ["", words, ""] if words else []
+    below += [
+        f"parameters in all: {format_mib(report.param_bytes)}",
+        f"activations in all: {format_mib(report.activation_bytes)}",
+        f"forward time in all: {'-' if report.forward_s is None else f'{_ms(report.forward_s)} ms'}",
+    ]
     shards = report.sharding
-    return ", ".join(
-        [
-            f"{run.model} on {where}",
-            *([] if shards is None else [f"rank {shards.rank} of {shards.num_ranks}"]),
-            "train mode" if run.training else "eval mode",
-            *([f"autocast {run.autocast}"] if run.autocast else []),
-            "forward and backward" if run.backward else "forward",
-            f"torch {run.torch_version}",
-        ]
-    )
+    where = ", ".join(where_of(report, "" if shards is None else f"rank {shards.rank} of {shards.num_ranks}"))
+    title, *parts = (wrapped(part, width) for part in (f"{report.run.model} {where}", *below))
+    return "\n".join([title, "", table_text(columns, width), "", *parts])
 
 
 def _notes(report: MemoryReport) -> list[tuple[str, str]]:
@@ -266,7 +230,7 @@ def _notes(report: MemoryReport) -> list[tuple[str, str]]:
         sizes += [("parameters on the device", report.device_param_bytes), ("... in host memory, streamed", on_host)]
     if on_host and sharding is None:
         sizes.append(("slots on the device for what streams", report.slot_bytes))
-    notes = _with_sizes(sizes)
+    notes = [(name, "-" if num_bytes is None else format_mib(num_bytes)) for name, num_bytes in sizes]
     for mark in Mark:
         names = report.marked(mark.value)
         if names:
@@ -278,24 +242,8 @@ def _notes(report: MemoryReport) -> list[tuple[str, str]]:
         peaks.append(("... unaccounted: neither from before nor saved", report.unaccounted_bytes))
     peaks.append(("peak of the backward", report.backward_peak_bytes))
     peaks.append(("reserved by the allocator, at most", report.reserved_peak_bytes))
-    notes += _with_sizes([pair for pair in peaks if pair[1] is not None])
+    notes += [(name, format_mib(num_bytes)) for name, num_bytes in peaks if num_bytes is not None]
     return [*notes, *([] if report.backward_s is None else [("backward time in all", f"{_ms(report.backward_s)} ms")])]
-
-
-def _with_sizes(sizes: list[tuple[str, int | None]]) -> list[tuple[str, str]]:
-    return [(name, "-" if num_bytes is None else format_mib(num_bytes)) for name, num_bytes in sizes]
-
-
-def _totals(report: MemoryReport) -> list[tuple[str, str]]:
-    return [
-        ("parameters in all", format_mib(report.param_bytes)),
-        ("activations in all", format_mib(report.activation_bytes)),
-        ("forward time in all", "-" if report.forward_s is None else f"{_ms(report.forward_s)} ms"),
-    ]
-
-
-def _lines(pairs: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"{name}: {value}" for name, value in pairs)
 
 
 def _folded(rows: Sequence[ModuleRecord], depth: int | None) -> list[ModuleRecord]:
@@ -321,8 +269,7 @@ def _folded(rows: Sequence[ModuleRecord], depth: int | None) -> list[ModuleRecor
 
 
 def _collapsed(rows: Sequence[ModuleRecord]) -> list[ModuleRecord]:
-    """Merge runs of identical siblings named by position, as in `nn.Sequential` and `nn.ModuleList`, and so their children,
-    into one row with their sum (for peaks: their maximum)."""
+    """Merge runs of identical siblings named by position, and so their children, into one row with their sum."""
     below = children_of([row.parent for row in rows])
     kinds = _kinds(rows, below)
     found: list[ModuleRecord] = []
@@ -351,8 +298,7 @@ def _collapsed(rows: Sequence[ModuleRecord]) -> list[ModuleRecord]:
 
 
 def _kinds(rows: Sequence[ModuleRecord], below: list[list[int]]) -> list[int]:
-    """Return for each row a number that is equal for rows with identical subtrees. Repeated saves of storages don't count: the
-    last layer of a stack differs from the others in them."""
+    """Return for each row a number that is equal for rows with identical subtrees, whatever the saves of a storage."""
     numbers: dict[Any, int] = {}
     kinds = [0] * len(rows)
     for index in reversed(range(len(rows))):
@@ -448,13 +394,12 @@ class Comparison:
             return f"The {peak.name} is not known of both."
         sizes = f"{peak.before / unit_bytes:.2f} to {peak.after / unit_bytes:.2f} {unit}"
         took = "" if time is None or time.change is None else f"; forward and backward take {1 + time.change:.2f} times as long"
-        if abs(peak.change) < _NO_CHANGE:
+        if abs(peak.change) < 0.005:
             return f"It made no difference: the {peak.name} went from {sizes}{took}."
         less = f"{100 * abs(peak.change):.0f} % {'less' if peak.change < 0 else 'more'}"
         return f"It {'helped' if self.helped else 'did not help'}: the {peak.name} went from {sizes}, {less}{took}."
 
 
-_NO_CHANGE = 0.005
 _TIME = "forward and backward"
 _PEAK = "peak of the step"
 
@@ -472,8 +417,8 @@ def compare(before: MemoryReport, after: Any) -> Comparison:
     if peak.before is None or peak.after is None:
         peak = ComparedFigure(name="peak of the forward", before=before.forward_peak_bytes, after=after.forward_peak_bytes)
     parts = [
-        ComparedFigure(name=f"... {PLURALS[category]}", before=_at_peak(before, category), after=_at_peak(after, category))
-        for category in MemoryCategory
+        ComparedFigure(name=f"... {CATEGORIES[it.value][0]}", before=_at_peak(before, it), after=_at_peak(after, it))
+        for it in MemoryCategory
     ]
     parts.sort(key=lambda figure: -max(figure.before or 0, figure.after or 0))
     kept = ComparedFigure(name="saved activations", before=before.activation_bytes, after=after.activation_bytes)

@@ -43,18 +43,16 @@ _KINDS = (  # the first that matches
     (OpKind.NORM, re.compile(r"(batch|layer|group|instance|rms)_norm")),
     (OpKind.POOL, re.compile(r"_pool\d?d|max_pool|avg_pool")),
 )
-_FEW_CHANNELS = 3
 _UNFILLED = re.compile(r"^(new_)?empty")
 _SPARSE_READERS = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss2d_forward"})
 """Ops that read at most as many bytes of their first argument as they write."""
 
 
 def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> OpWork:
-    """Return the work of an op that has run. Each storage counts once: broadcast dimensions are read once, of several views the
-    largest counts, and an argument that the op overwrites is both read and written."""
+    """Return the work of an op that has run, each storage counted once: of several views the largest."""
     name = str(torch_private.schema_of(op).name).rpartition("::")[2]
     given, made = [*tensors_in(args), *tensors_in(list(kwargs.values()))], list(tensors_in(outputs))
-    has_few_channels = name == "convolution" and given[0].dim() > 2 and given[0].shape[1] <= _FEW_CHANNELS
+    has_few_channels = name == "convolution" and given[0].dim() > 2 and given[0].shape[1] <= 3
     floating = (tensor.dtype for tensor in given or made if tensor.is_floating_point() or tensor.is_complex())
     other = (given or made)[0].dtype if given or made else torch.get_default_dtype()
     return OpWork(
@@ -67,7 +65,6 @@ def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs
 
 
 def kind_of(name: str) -> OpKind:
-    """Return an op's kind by its name without namespace and overload, such as "mm"."""
     return next((kind for kind, pattern in _KINDS if pattern.search(name)), OpKind.POINTWISE)
 
 
@@ -93,31 +90,21 @@ def _bytes_by_storage(tensors: Iterable[Tensor]) -> dict[int, int]:
     for tensor in tensors:
         for storage in storages_of(tensor):
             key, whole = storage_key(storage), storage.nbytes()
-            num_bytes = min(whole, _distinct_bytes(tensor)) if tensor.layout is torch.strided else whole
+            distinct = tensor.numel()
+            if distinct and not (torch_private.is_wrapper(tensor) or tensor.is_nested or tensor.layout is not torch.strided):
+                distinct = math.prod(size for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if stride)
+            num_bytes = min(whole, distinct * tensor.itemsize) if tensor.layout is torch.strided else whole
             found[key] = max(found.get(key, 0), num_bytes)
     return found
 
 
-def _distinct_bytes(tensor: Tensor) -> int:
-    if torch_private.is_wrapper(tensor) or tensor.is_nested or tensor.numel() == 0:
-        return tensor.numel() * tensor.itemsize
-    return tensor.itemsize * math.prod(size for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if stride)
-
-
 class _Tracer(StorageLog):
-    """Follows a step op by op: numbers the ops and notes their work, when storages are made, the ops of each module call of the
-    forward, and the values of at least `min_bytes` that autograd saves and requests, as `Rematerialize` would. Without
-    `min_bytes` it is of a forward alone, of which autograd holds nothing.
-
-    Ops that return views are not counted: they neither compute nor move anything. The tracer holds no tensor. It must see ops
-    inside the recorder's mode.
-    """
+    """Follows a step op by op; without `min_bytes` a forward alone, of which autograd holds nothing. It holds no tensor."""
 
     def __init__(self, step: ProfiledStep, *, rounding_bytes: int, min_bytes: int | None = None) -> None:
         super().__init__(step, rounding_bytes=rounding_bytes)
         self.recording = Recording(CpuDevice(META))
-        self.spans: list[tuple[int, int, int]] = []
-        """The index of the module of each call, with its first op and the one after its last."""
+        self.spans: list[tuple[int, int, int]] = []  # of each call its module, its first op and the one after its last
         self._min_bytes = min_bytes
         self._recorded = ExitStack()
         self._is_forward = True
@@ -125,20 +112,15 @@ class _Tracer(StorageLog):
         self._value_in: dict[int, int] = {}
         self.num_forward_ops = 0
         self.forward_step: Step | None = None
-        self.forward_ends: dict[int, int] = {}
-        """For each storage that is freed in the forward, by its place, how many ops had run by then."""
+        self.forward_ends: dict[int, int] = {}  # for each storage that is freed in the forward, by its place, the ops by then
         self.base_bytes = self.allocated_bytes()
         self.works: list[OpWork] = []
         self.live_bytes: list[int] = []
-        self.op_places: list[int] = []
-        """For each op of the recording, its index among all ops."""
-        self.values: dict[int, tuple[int, int]] = {}
-        """For each value of the recording in a storage made here: the storage's place in the log, and the op that made it."""
-        self.overwritten_at: dict[int, int] = {}
-        """For each overwritten value, the op that wrote over it."""
+        self.op_places: list[int] = []  # for each op of the recording, its index among all ops
+        self.values: dict[int, tuple[int, int]] = {}  # for each value, its storage's place in the log and the op that made it
+        self.overwritten_at: dict[int, int] = {}  # for each overwritten value, the op that wrote over it
         self.saves: list[tuple[int, int, int]] = []
-        self.uses: list[tuple[int, int, int]] = []
-        """For each save and each use, its value, its autograd node, and how many ops had run."""
+        self.uses: list[tuple[int, int, int]] = []  # of each save and use: value, autograd node, ops by then
 
     @property
     def now(self) -> int:
@@ -265,9 +247,7 @@ class _Spans(PeakGauge):
 
 
 def trace_step(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -> tuple[StepTrace, Watch]:
-    """Run a step with a backward twice without data; return its trace and its watch, and leave the model unchanged. The second
-    run is of the forward alone, with autograd holding nothing: it shows which values others hold. Raises ProfileError or
-    DataDependentError if the step can't run on meta, runs a backward within its forward, or differs between the runs."""
+    """Run a step, then its forward with autograd holding nothing: that shows what others hold. Return trace and watch."""
     torch_private.require(torch_private.Feature.REMAT)  # records ops as it does
     with preserved(step.modules(), META, contents=False):
         watch, traced = simulated_pass(step, tree, target, partial(_Tracer, min_bytes=max(1, min_bytes)))

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from memkit.profile.watch import Watch
 
 _Value = TypeVar("_Value")
-_REPLICATED = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _logger = logging.getLogger("memkit.profile")
 
 
@@ -163,15 +162,25 @@ def profile_memory(
         if not torch.is_grad_enabled():
             raise ProfileError("grad mode is off, so autograd saves nothing; call profile_memory outside of torch.no_grad()")
         own.check_surroundings()
-        if trace is True or is_fitted or str(device).startswith("meta"):
-            _refuse_sharded(own)
+        if (trace is True or is_fitted or str(device).startswith("meta")) and fsdp_modules(own.modules()):
+            raise ProfileError(
+                "the model is sharded by fully_shard, and what ranks send each other needs data; found "
+                f'device="meta", trace=True, fit= or gpu=. Leave that out, or profile the model before sharding: {INSTEAD}'
+            )
         sharded = find_shards(own.modules())
         _check_model(own)
         streamed = StreamedWeights(parameters=sharded.on_host) if sharded else find_streamed(own.modules())
         own = replace(own, streamed=streamed, sharded=sharded)
         run_at = _run_device(own, device)
         num_bytes = check_bytes("min_bytes", min_bytes)
-        _check_trace(own, run_at, trace=trace)
+        if not isinstance(trace, bool):
+            raise ValueError(f"trace is True or False; found {trace!r}")
+        if trace and run_at != META:
+            raise ValueError(
+                f'trace=True needs device="meta", where no data is needed; found a run on {run_at}. Pass device="meta"'
+            )
+        if trace and not own.backward:
+            raise ValueError("trace=True needs a whole step; found backward=False. Pass backward=True")
         tree = ModuleTree(own.model, own.streamed)
         memory, states = None, tuple[AliveStorage, ...]()
         if counted is not None:
@@ -226,20 +235,6 @@ def _gpu_named(device_name: str) -> GpuSpec | None:
     return GPUS[max(names, key=len)] if names else None
 
 
-def trace_ahead(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, target: str, min_bytes: int) -> StepTrace:
-    """Return the trace of a module call and of a backward from all of its outputs. Raises as `profile_memory(device="meta",
-    trace=True)`."""
-    step = ProfiledStep(model=model, args=args, kwargs=kwargs, loss_fn=None, backward=True)
-    step.check_surroundings()
-    _check_model(step)
-    _refuse_sharded(step)
-    if any(isinstance(module, _REPLICATED) for module in model.modules()):
-        raise ProfileError("the model, or a part of it, is replicated, and its forward speaks to the other replicas")
-    step = replace(step, streamed=find_streamed(step.modules()))
-    _check_gradients_without_data(step)
-    return _traced(step, ModuleTree(step.model, step.streamed), target, max(1, min_bytes))[0]
-
-
 def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
     # Only now: a private class of torch is the base of the op watch.
     from memkit.profile.passes import memory_pass, module_records, save_times_pass, simulated_pass, time_pass
@@ -280,9 +275,23 @@ def _measure(prepared: _Prepared, *, tag: str, warmup: int) -> MemoryReport:
     log, optimizer = watch.log, prepared.optimizer
     steps = None if optimizer is None else optimizer.name
     saved = watch.saves.records(save_times)
+    autocast = next((str(torch.get_autocast_dtype(kind)) for kind in TARGETS if torch.is_autocast_enabled(kind)), "")
     return MemoryReport(
         tag=tag,
-        run=_run_info(step, tree, run_device, device, prepared.target),
+        run=RunInfo(
+            model=type(step.model).__name__,
+            num_modules=len(tree.nodes),
+            fingerprint=tree.fingerprint(),
+            device=str(run_device),
+            device_name="none" if device is None else device.name,
+            target=prepared.target if device is None else run_device.type,
+            training=step.model.training,
+            autocast=autocast.removeprefix("torch."),
+            backward=step.backward,
+            torch_version=torch.__version__,
+            python_version=platform.python_version(),
+            allocator_config=os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
+        ),
         modules=module_records(tree, watch, saved, forward_s, backward_s),
         saved=saved,
         buffer_bytes=storage_bytes(step.model.buffers()),
@@ -305,24 +314,6 @@ def _traced(step: ProfiledStep, tree: ModuleTree, target: str, min_bytes: int) -
     return trace_step(step, tree, target, min_bytes)
 
 
-def _run_info(step: ProfiledStep, tree: ModuleTree, run_device: torch.device, device: Device | None, target: str) -> RunInfo:
-    autocast = next((str(torch.get_autocast_dtype(kind)) for kind in TARGETS if torch.is_autocast_enabled(kind)), "")
-    return RunInfo(
-        model=type(step.model).__name__,
-        num_modules=len(tree.nodes),
-        fingerprint=tree.fingerprint(),
-        device=str(run_device),
-        device_name="none" if device is None else device.name,
-        target=target if device is None else run_device.type,
-        training=step.model.training,
-        autocast=autocast.removeprefix("torch."),
-        backward=step.backward,
-        torch_version=torch.__version__,
-        python_version=platform.python_version(),
-        allocator_config=os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
-    )
-
-
 def _check_arguments(step: ProfiledStep, *, target: str, tag: str, warmup: int) -> None:
     if not isinstance(step.model, nn.Module):
         raise TypeError(f"profile_memory needs a torch.nn.Module; found {type(step.model).__name__}")
@@ -334,17 +325,6 @@ def _check_arguments(step: ProfiledStep, *, target: str, tag: str, warmup: int) 
         raise ValueError(f"tag must be a name; found {tag!r}")
     if not isinstance(warmup, int) or warmup < 0:
         raise ValueError(f"warmup must be a number of runs, 0 or more; found {warmup!r}")
-
-
-def _check_trace(step: ProfiledStep, run_device: torch.device, *, trace: bool) -> None:
-    if not isinstance(trace, bool):
-        raise ValueError(f"trace is True or False; found {trace!r}")
-    if trace and run_device != META:
-        raise ValueError(
-            f'trace=True needs device="meta", where no data is needed; found a run on {run_device}. Pass device="meta"'
-        )
-    if trace and not step.backward:
-        raise ValueError("trace=True needs a whole step; found backward=False. Pass backward=True")
 
 
 def _check_model(step: ProfiledStep) -> None:
@@ -364,7 +344,11 @@ def _check_model(step: ProfiledStep) -> None:
 
 def _run_device(step: ProfiledStep, asked: str | torch.device | Device | None) -> torch.device:
     if asked is not None and str(asked) in ("meta", "meta:0"):
-        _check_gradients_without_data(step)
+        if step.backward and any(parameter.requires_grad for parameter in step.streamed.parameters):
+            raise ProfileError(
+                'device="meta" cannot follow gradients that LayerOffload takes to host memory (train="host"): the peak of the '
+                "backward would be wrong. Profile where the model is, or with backward=False, or before LayerOffload is made"
+            )
         return META
     model_devices = {tensor.device for tensor in step.device_tensors()} | {slot.device for slot in step.streamed.slots}
     input_devices = {tensor.device for tensor in step.input_tensors() if tensor.dim() or tensor.device.type != "cpu"}
@@ -390,22 +374,6 @@ def _run_device(step: ProfiledStep, asked: str | torch.device | Device | None) -
                 "move model and inputs there first"
             )
     return found
-
-
-def _refuse_sharded(step: ProfiledStep) -> None:
-    if fsdp_modules(step.modules()):
-        raise ProfileError(
-            'the model is sharded by fully_shard, and what ranks send each other needs data; found device="meta", trace=True, '
-            f"fit= or gpu=. Leave that out, or profile the model before sharding: {INSTEAD}"
-        )
-
-
-def _check_gradients_without_data(step: ProfiledStep) -> None:
-    if step.backward and any(parameter.requires_grad for parameter in step.streamed.parameters):
-        raise ProfileError(
-            'device="meta" cannot follow gradients that LayerOffload takes to host memory (train="host"): the peak of the '
-            "backward would be wrong. Profile where the model is, or with backward=False, or before LayerOffload is made"
-        )
 
 
 def _names(devices: set[torch.device]) -> str:

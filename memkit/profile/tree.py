@@ -60,11 +60,47 @@ class ModuleNode:
 
 
 class ModuleTree:
-    """The modules in `model`, each once, parents before children and siblings in the order of registration. `outside` is the
-    row for work outside of any module, one past the last node. `streamed` has the parameters in host memory."""
+    """The modules in `model`, each once, parents before children; `outside` is the row for work outside of any module."""
 
     def __init__(self, model: nn.Module, streamed: StreamedWeights = NOTHING_STREAMED) -> None:
-        self.nodes = _nodes_of(model, streamed)
+        on_host, layers = unique_storages(streamed.parameters), {id(layer) for layer in streamed.layers}
+        sharded = {id(module) for module in fsdp_modules([model])}
+        num_names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+        index_of: dict[str, int] = {}
+        owned: set[int] = set()
+        nodes = self.nodes = list[ModuleNode]()
+        for fqn, module in model.named_modules():
+            parent = index_of[fqn.rpartition(".")[0]] if fqn else None
+            self_param_bytes = self_host_param_bytes = 0
+            for param in module.parameters(recurse=False):
+                for storage in storages_of(param):
+                    if storage_key(storage) not in owned:
+                        owned.add(storage_key(storage))
+                        self_param_bytes += storage.nbytes()
+                        self_host_param_bytes += storage.nbytes() if storage_key(storage) in on_host else 0
+            num_aliases = num_names[id(module)] - 1
+            inside_compiled = parent is not None and nodes[parent].compiled
+            compiled = inside_compiled or _hides_calls(module)
+            marks = [f"+{num_aliases} alias" + "es" * (num_aliases > 1)] if num_aliases else []
+            if id(module) in layers:
+                marks.append(Mark.STREAMED.value)
+            if id(module) in sharded:
+                marks.append(Mark.SHARDED.value)
+            if compiled and not inside_compiled:
+                marks.append(Mark.COMPILED.value)
+            index_of[fqn] = len(nodes)
+            nodes.append(
+                ModuleNode(
+                    fqn=fqn,
+                    module=module,
+                    parent=parent,
+                    depth=0 if parent is None else nodes[parent].depth + 1,
+                    self_param_bytes=self_param_bytes,
+                    self_host_param_bytes=self_host_param_bytes,
+                    marks=tuple(marks),
+                    compiled=compiled,
+                )
+            )
         self.outside = len(self.nodes)
         self._fqns = [node.fqn or ROOT_NAME for node in self.nodes] + [OUTSIDE_NAME]
 
@@ -72,9 +108,7 @@ class ModuleTree:
         return self._fqns[index]
 
     def hookable(self) -> Iterator[tuple[int, ModuleNode]]:
-        """Yield the modules whose calls forward hooks can see, with their indices. Modules inside a compiled one are called
-        inside compiled code, and TorchScript takes no hooks. A module compiled in place (`module.compile()`) would run its
-        hooks inside the compiled code, with graph breaks."""
+        """Yield the modules whose calls forward hooks can see, with their indices: compiled code and TorchScript take none."""
         for index, node in enumerate(self.nodes):
             inside_compiled = node.parent is not None and self.nodes[node.parent].compiled
             scripted = isinstance(node.module, torch.jit.ScriptModule)
@@ -94,8 +128,7 @@ class ModuleTree:
 
 
 def _hides_calls(module: nn.Module) -> bool:
-    """Tell whether calling `module` runs code that hooks cannot look into: TorchScript, or `torch.compile` of the module, or of
-    a function that it holds."""
+    """Tell whether calling a module runs code that hooks cannot look into: compiled code, or TorchScript."""
     return (
         isinstance(module, torch.jit.ScriptModule)
         or is_compiled(module)
@@ -115,51 +148,7 @@ def children_of(parents: Sequence[int | None]) -> list[list[int]]:
     return children
 
 
-def _nodes_of(model: nn.Module, streamed: StreamedWeights) -> list[ModuleNode]:
-    on_host, layers = unique_storages(streamed.parameters), {id(layer) for layer in streamed.layers}
-    sharded = {id(module) for module in fsdp_modules([model])}
-    num_names = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    index_of: dict[str, int] = {}
-    owned: set[int] = set()
-    nodes: list[ModuleNode] = []
-    for fqn, module in model.named_modules():
-        parent = index_of[fqn.rpartition(".")[0]] if fqn else None
-        self_param_bytes = self_host_param_bytes = 0
-        for param in module.parameters(recurse=False):
-            for storage in storages_of(param):
-                if storage_key(storage) not in owned:
-                    owned.add(storage_key(storage))
-                    self_param_bytes += storage.nbytes()
-                    self_host_param_bytes += storage.nbytes() if storage_key(storage) in on_host else 0
-        num_aliases = num_names[id(module)] - 1
-        inside_compiled = parent is not None and nodes[parent].compiled
-        compiled = inside_compiled or _hides_calls(module)
-        marks = [f"+{num_aliases} alias" + "es" * (num_aliases > 1)] if num_aliases else []
-        if id(module) in layers:
-            marks.append(Mark.STREAMED.value)
-        if id(module) in sharded:
-            marks.append(Mark.SHARDED.value)
-        if compiled and not inside_compiled:
-            marks.append(Mark.COMPILED.value)
-        index_of[fqn] = len(nodes)
-        nodes.append(
-            ModuleNode(
-                fqn=fqn,
-                module=module,
-                parent=parent,
-                depth=0 if parent is None else nodes[parent].depth + 1,
-                self_param_bytes=self_param_bytes,
-                self_host_param_bytes=self_host_param_bytes,
-                marks=tuple(marks),
-                compiled=compiled,
-            )
-        )
-    return nodes
-
-
 class Signatures:
-    """Shapes and dtype of each module's first call, and the number of different signatures."""
-
     def __init__(self) -> None:
         self._kinds: dict[int, dict[tuple[Shapes, Shapes], str]] = {}
 
@@ -168,8 +157,7 @@ class Signatures:
             hooks.after_forward(node.module, partial(self._note, index))
 
     def of(self, index: int) -> tuple[Shapes, Shapes, str, int]:
-        """Return input shapes, output shapes and output dtype of the first call, empty if there was none, and the number of
-        signatures."""
+        """Return shapes of inputs and outputs, dtype of the first call, and the number of signatures."""
         kinds = self._kinds.get(index, {((), ()): ""})
         (inputs, outputs), dtype = next(iter(kinds.items()))
         return inputs, outputs, dtype, len(self._kinds.get(index, {}))
@@ -182,13 +170,13 @@ class Signatures:
 
 def shapes_of(nested: Any) -> Shapes:
     """Return the shapes of the tensors in a nested structure; -1 for sizes that vary within a tensor."""
-    return tuple(_shape_of(leaf) for leaf in torch_private.tree_leaves(nested) if isinstance(leaf, Tensor))
-
-
-def _shape_of(tensor: Tensor) -> tuple[int, ...]:
-    if tensor.is_nested and tensor.layout == torch.strided:
-        return (-1,) * tensor.dim()
-    return tuple(size if type(size) is int else -1 for size in tensor.shape)
+    return tuple(
+        (-1,) * leaf.dim()
+        if leaf.is_nested and leaf.layout == torch.strided
+        else tuple(size if type(size) is int else -1 for size in leaf.shape)
+        for leaf in torch_private.tree_leaves(nested)
+        if isinstance(leaf, Tensor)
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

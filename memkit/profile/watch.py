@@ -1,6 +1,4 @@
-"""`Watch`, the one dispatch mode of a run that watches memory: autograd's saves, live storages, casts of parameters, and code
-with hidden saved tensors, such as a checkpoint. It is never on when time is measured.
-"""
+"""`Watch`, the one dispatch mode of a run that watches memory; it is never on when time is measured."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +19,9 @@ from memkit.core.owners import ModelStorages
 from memkit.core.sizes import rounded
 from memkit.core.tensors import storage_key, storages_of, unique_storages
 from memkit.device.base import Device, Event, MemoryCounter
-from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory, short_name
+from memkit.plan.step import short_name
+from memkit.plan.timeline import Levels
+from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory
 from memkit.profile.calls import CallStack, Gauge, PeakGauge
 from memkit.profile.report import SavedCategory, SavedTensorRecord
 from memkit.profile.step import ProfiledStep, nothing, say_where
@@ -38,20 +37,16 @@ class _Entry:
 
     num_bytes: int
     begin: int
-    place: int
-    """Its number; a storage whose size has changed keeps its first one."""
+    place: int  # its number; a storage whose size has changed keeps its first one
     category: MemoryCategory = MemoryCategory.TEMP
     module: str = OUTSIDE_NAME
     what: str = ""
     end: int | None = None
-    is_gathered: bool = False
-    """Whether it holds whole parameters, or is a communication buffer for them."""
+    is_gathered: bool = False  # whether it holds whole parameters, or is a communication buffer for them
 
 
 class StorageLog(MemoryCounter):
-    """Counts live storages, and notes at which ops each exists: those that a step begins with, and others from the op that
-    makes them until nothing refers to them; `only` is the counted device type, None for any. Scratch memory inside a kernel is
-    not seen. The log holds no tensor."""
+    """Counts live storages of one type of device, or of any, and the ops at which each exists. The log holds no tensor."""
 
     def __init__(self, step: ProfiledStep, *, rounding_bytes: int = 1, only: str | None = None) -> None:
         self._rounding_bytes = rounding_bytes
@@ -105,8 +100,7 @@ class StorageLog(MemoryCounter):
         """Return a context for the run, within which the watch is on."""
         return nullcontext()
 
-    def end_forward(self) -> None:
-        """The forward is over."""
+    def end_forward(self) -> None: ...
 
     def follow(self, step: ProfiledStep, tree: ModuleTree, stack: CallStack, casts: ParamCasts) -> None:
         self._stack, self._casts = stack, casts
@@ -114,9 +108,9 @@ class StorageLog(MemoryCounter):
             if category is not MemoryCategory.BUFFER:  # only leaves have gradients
                 self._names.setdefault(id(tensor), (module, what))
             for storage in storages_of(tensor):
-                self._name_first(storage, category, module, what)
+                self._tell(storage, category, module, what)
         for number, slot in enumerate(step.streamed.slots):
-            self._name_first(slot, MemoryCategory.PARAM, OUTSIDE_NAME, f"slot {number} of LayerOffload")
+            self._tell(slot, MemoryCategory.PARAM, OUTSIDE_NAME, f"slot {number} of LayerOffload")
         self._num_named = len(self._entries)
 
     def leave(self) -> None:
@@ -138,7 +132,8 @@ class StorageLog(MemoryCounter):
     def saw(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> None:
         self.see(outputs)
         if self._shards and str(op).startswith(_PACKING):
-            self._note_packing(args)
+            for storage in storages_in([tensor for tensor in args if isinstance(tensor, Tensor)]):  # the buffer for a gather
+                self._tell(storage, MemoryCategory.PARAM, what="parameters on their way", is_gathered=True)
         if len(self._entries) > self._num_named or torch_private.schema_of(op).is_mutable:
             self.note_op(str(op))
 
@@ -158,11 +153,8 @@ class StorageLog(MemoryCounter):
 
     def note_saved(self, tensor: Tensor) -> None:
         for storage in storages_of(tensor):
-            entry = self._temp(storage)
-            if entry is not None:
-                is_cast = self._casts is not None and storage in self._casts
-                entry.category = MemoryCategory.PARAM_CAST if is_cast else MemoryCategory.ACTIVATION
-                entry.module = self._module()
+            is_cast = self._casts is not None and storage in self._casts
+            self._tell(storage, MemoryCategory.PARAM_CAST if is_cast else MemoryCategory.ACTIVATION, self._module())
 
     def note_grads(self, leaves: Iterable[Tensor]) -> None:
         for leaf in leaves:
@@ -170,18 +162,14 @@ class StorageLog(MemoryCounter):
                 continue
             module, what = self._names.get(id(leaf), (ROOT_NAME, "input"))
             for storage in storages_of(leaf.grad):
-                entry = self._temp(storage)
-                if entry is not None:
-                    entry.category, entry.module, entry.what = MemoryCategory.GRAD, module, f"{what}.grad"
+                self._tell(storage, MemoryCategory.GRAD, module, f"{what}.grad")
 
     def gathered_bytes(self) -> int:
-        """Return the peak of gathered parameters, with their communication buffers."""
-        changes = [0] * (len(self._moments) + 2)
+        levels = Levels(len(self._moments) + 1)
         for entry in self._entries:
             if entry.is_gathered:
-                changes[entry.begin] += entry.num_bytes
-                changes[len(self._moments) + 1 if entry.end is None else entry.end] -= entry.num_bytes
-        return max(accumulate(changes))
+                levels.add(entry.begin, len(self._moments) + 1 if entry.end is None else entry.end, entry.num_bytes)
+        return levels.peak_bytes
 
     def finished(self, states: Iterable[AliveStorage] = (), *, optimizer: str | None = None) -> StepMemory:
         """Return the `StepMemory`. `states` are the optimizer's, there all the time; its step follows the last op."""
@@ -189,16 +177,18 @@ class StorageLog(MemoryCounter):
         if optimizer is not None:
             moments.append(Moment(phase=Phase.OPTIMIZER_STEP, op=f"{optimizer}.step", module=OUTSIDE_NAME))
         storages = [replace(state, begin=0, end=len(moments)) for state in states]
-        found = [*(self._alive(entry, num_ops, len(moments)) for entry in self._entries), *storages]
-        return StepMemory(moments=tuple(moments), storages=tuple(it for it in found if it.begin < it.end and it.num_bytes))
-
-    def _alive(self, entry: _Entry, num_ops: int, num_moments: int) -> AliveStorage:
-        end = num_ops if entry.end is None else entry.end
-        if end == num_ops and entry.category in _OUTLIVE_THE_STEP and not (entry.is_gathered and entry.end is not None):
-            end = num_moments
-        return AliveStorage(
-            category=entry.category, module=entry.module, what=entry.what, num_bytes=entry.num_bytes, begin=entry.begin, end=end
-        )
+        outlive = (MemoryCategory.PARAM, MemoryCategory.BUFFER, MemoryCategory.INPUT, MemoryCategory.GRAD)
+        found = list[AliveStorage]()
+        for it in self._entries:
+            end = num_ops if it.end is None else it.end
+            if end == num_ops and it.category in outlive and not (it.is_gathered and it.end is not None):
+                end = len(moments)
+            size, begin = it.num_bytes, it.begin
+            found.append(
+                AliveStorage(category=it.category, module=it.module, what=it.what, num_bytes=size, begin=begin, end=end)
+            )
+        alive = tuple(it for it in [*found, *storages] if it.begin < it.end and it.num_bytes)
+        return StepMemory(moments=tuple(moments), storages=alive)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
@@ -239,21 +229,19 @@ class StorageLog(MemoryCounter):
 
         return forget
 
-    def _note_packing(self, args: Sequence[Any]) -> None:
-        """Note the buffer into which FSDP2 has packed shards for a gather."""
-        for storage in storages_in([tensor for tensor in args if isinstance(tensor, Tensor)]):
-            entry = self._temp(storage)
-            if entry is not None:
-                entry.category, entry.what, entry.is_gathered = MemoryCategory.PARAM, "parameters on their way", True
-
-    def _name_first(self, storage: torch.UntypedStorage, category: MemoryCategory, module: str, what: str) -> None:
-        entry = self._temp(storage)
-        if entry is not None and not entry.what:
-            entry.category, entry.module, entry.what = category, module, what
-
-    def _temp(self, storage: torch.UntypedStorage) -> _Entry | None:
+    def _tell(
+        self,
+        storage: torch.UntypedStorage,
+        category: MemoryCategory,
+        module: str = "",
+        what: str = "",
+        is_gathered: bool = False,
+    ) -> None:
+        """Say what a storage is for, if that is not known."""
         _, entry = self._live.get(storage_key(storage), (None, None))
-        return entry if entry is not None and entry.category is MemoryCategory.TEMP else None
+        if entry is not None and entry.category is MemoryCategory.TEMP:
+            entry.category, entry.module, entry.what = category, module or entry.module, what or entry.what
+            entry.is_gathered = is_gathered
 
     def _module(self) -> str:
         return OUTSIDE_NAME if self._stack is None else self._stack.row
@@ -265,7 +253,6 @@ class StorageLog(MemoryCounter):
 
 
 _PACKING = "fsdp.all_gather_copy_in"
-_OUTLIVE_THE_STEP = (MemoryCategory.PARAM, MemoryCategory.BUFFER, MemoryCategory.INPUT, MemoryCategory.GRAD)
 
 
 class ParamCasts:
@@ -288,7 +275,6 @@ class ParamCasts:
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
-    """Yield the tensors in an op's outputs or arguments: one, or nested lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -303,7 +289,7 @@ def storages_in(value: Any) -> Iterator[torch.UntypedStorage]:
 
 @dataclass(slots=True)
 class _Save:
-    record: SavedTensorRecord
+    what: dict[str, Any]  # fields of its record
     packs: list[int] = field(default_factory=list)
     ordinals: list[int] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -316,13 +302,11 @@ class _Packed(KeptHandle):
     def __init__(self, tensor: Tensor, saves: tuple[_Save, ...]) -> None:
         super().__init__(tensor)
         self.saves = saves
-        self.traced: tuple[int, int] | None = None
-        """Its value and its node in a trace, if it counts there."""
+        self.traced: tuple[int, int] | None = None  # its value and its node in a trace, if it counts there
 
 
 class SavedStorages:
-    """Lists every storage that autograd saves, once per version, and the module that saved it first, without empty and resident
-    ones (parameters, buffers). Holds weak references only: memory is freed as in an unwatched run."""
+    """Lists every storage that autograd saves but resident ones, once per version; holds weak references only."""
 
     def __init__(self, *, resident: ModelStorages, inputs: Iterable[Tensor], casts: ParamCasts, stack: CallStack) -> None:
         self._resident = resident
@@ -334,7 +318,9 @@ class SavedStorages:
         self._num_storages = self._num_packs = self._num_saves = self._num_uses = 0
 
     def pack(self, tensor: Tensor) -> _Packed:
-        saves = tuple(self._note(storage, tensor) for storage in storages_of(tensor) if self._counts(storage))
+        # cuDNN's BatchNorm saves a workspace that is often empty.
+        counted = (storage for storage in storages_of(tensor) if storage.nbytes() > 0 and storage not in self._resident)
+        saves = tuple(self._note(storage, tensor) for storage in counted)
         self._num_packs += 1
         self._num_saves += bool(saves)
         return _Packed(tensor, saves)
@@ -353,8 +339,8 @@ class SavedStorages:
         if times is not None and times.num_saves != self._num_packs:
             times = None  # that run took another path
         return tuple(
-            replace(
-                save.record,
+            SavedTensorRecord(
+                **save.what,
                 save_ordinals=tuple(save.ordinals),
                 shapes=tuple(save.shapes),
                 saved_at_s=None if times is None else times.saved_at_s(save.packs),
@@ -370,40 +356,27 @@ class SavedStorages:
             self._seen[key] = weakref.ref(storage), self._num_storages, version
             self._num_storages += 1
         _, number, first_version = self._seen[key]
-        save = self._saves.get((number, version - first_version))
+        version -= first_version
+        save = self._saves.get((number, version))
         if save is None:
-            record = SavedTensorRecord(
-                storage=number,
-                version=version - first_version,
-                storage_bytes=storage.nbytes(),
-                category=self._category(storage),
-                module=self._stack.row,
-                dtype=dtype_name(tensor.dtype),
-                save_ordinals=(),
-                shapes=(),
-                saved_at_s=None,
-                needed_position=None,
-                needed_at_s=None,
-            )
-            save = self._saves[number, record.version] = _Save(record)
+            category = SavedCategory.PARAM_CAST if storage in self._casts else SavedCategory.ACTIVATION
+            what = {
+                "storage": number,
+                "version": version,
+                "storage_bytes": storage.nbytes(),
+                "category": SavedCategory.INPUT if key in self._inputs else category,
+                "module": self._stack.row,
+                "dtype": dtype_name(tensor.dtype),
+            }
+            save = self._saves[number, version] = _Save(what)
         save.packs.append(self._num_packs)
         save.ordinals.append(self._num_saves)
         save.shapes.extend(shapes_of(tensor))
         return save
 
-    def _category(self, storage: torch.UntypedStorage) -> SavedCategory:
-        if storage_key(storage) in self._inputs:
-            return SavedCategory.INPUT
-        return SavedCategory.PARAM_CAST if storage in self._casts else SavedCategory.ACTIVATION
-
-    def _counts(self, storage: torch.UntypedStorage) -> bool:
-        # cuDNN's BatchNorm saves a workspace that is often empty.
-        return storage.nbytes() > 0 and storage not in self._resident
-
 
 class Watch(Mode):
-    """Notes memory in a run; as a dispatch mode it sees each operation after it ran. `log` counts the storages, if operations
-    can be seen."""
+    """Notes memory in a run; as a dispatch mode it sees each operation after it ran."""
 
     def __init__(self, step: ProfiledStep, tree: ModuleTree, gauge: Gauge, log: StorageLog | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -419,13 +392,8 @@ class Watch(Mode):
         if log is not None:
             log.follow(step, tree, self.stack, self._casts)
         self._names = step.names_of_storages()
-        self.written: dict[str, None] = {}
-        """The parameters and inputs that were written to in place."""
-        self.marked: dict[Mark, set[int]] = {
-            Mark.CHECKPOINTED: set(),
-            Mark.OTHER_HOOKS: set(),  # modules that ran ops under innermost saved-tensor hooks of others, not a checkpoint's
-            Mark.BACKEND_DEPENDENT: set(),
-        }
+        self.written: dict[str, None] = {}  # the parameters and inputs that were written to in place
+        self.marked = {mark: set[int]() for mark in (Mark.CHECKPOINTED, Mark.OTHER_HOOKS, Mark.BACKEND_DEPENDENT)}
         self.forward_peak_bytes: int | None = None
         self.backward_peak_bytes: int | None = None
 
@@ -460,7 +428,6 @@ class Watch(Mode):
         return [mark.value for mark, rows in self.marked.items() if index in rows]
 
     def note_backend_dependent(self) -> None:
-        """Note an operation whose saves only the backend knows."""
         self.marked[Mark.BACKEND_DEPENDENT].add(self.stack.current)
 
     def run(self, *, at_node: Callable[[], None] | None = None, explain: Callable[[Exception, str], None] = say_where) -> None:
@@ -511,11 +478,9 @@ class SaveTimes:
         self._backward_start = self._device.record_event()
 
     def saved_at_s(self, numbers: Sequence[int]) -> float:
-        """Return the seconds from the start of the forward to the first of some saves. The device must be synchronized."""
         return self._forward_start.elapsed_s(self._saved[numbers[0]])
 
     def needed_at_s(self, numbers: Sequence[int]) -> float | None:
-        """Return the seconds from the start of the backward to the first use of some saves, None without a use."""
         used = [self._needed[number] for number in numbers if number in self._needed]
         if self._backward_start is None or not used:
             return None

@@ -101,11 +101,11 @@ class NotedCall:
         self.given = frozenset(value for value in _values_of(given, recording) if value < self.begin.value)
         if recording.is_gathering:
             self.why_no_part = self.why_not = "it is in a module that FSDP2 does not gather for its backward"
+        self.made = recording.num_values, frozenset(_values_of(output, recording))
         if self.why_not:
             self._drawn = ()
             return
         self.weights = len(recording.funcs), [(weakref.ref(tensor), *_place_of(tensor)) for tensor in _weights_of(module)]
-        self.made = recording.num_values, frozenset(_values_of(output, recording))
         recording.sync()
         ins = chain.from_iterable(recording.lineage.ins[self.begin.op :])
         read = {value for value in ins if value < self.begin.value and _is_own(value, recording)}
@@ -261,8 +261,15 @@ def _state_of(module: nn.Module, *, is_sharded: bool) -> Iterator[Any]:
     left_with = torch_private.COMPOSED_MARK if is_sharded else ()
     for part in module.modules():
         for name, attribute in list(vars(part).items()):
+            if name.startswith(torch_private.MODULE_HOOKS):  # memkit may set hooks of its own during the call
+                yield from () if name in left else (hook for hook in attribute.values() if not _is_own_hook(hook))
+                continue
             yield name
             yield from () if name in left or name.startswith(left_with) else _parts_of(attribute, _MOST_NESTED)
+
+
+def _is_own_hook(hook: Any) -> bool:
+    return hook is True or type(hook).__module__ == HookSet.__module__  # True: a hook's option, by the hook's number
 
 
 def _parts_of(attribute: Any, most_nested: int) -> Iterator[Any]:
@@ -373,11 +380,13 @@ class ModuleTrail:
         self._num_calls = Counter[nn.Module]()
         self.calls: list[NotedCall] = []
         """In the order of their beginnings."""
+        self.ended: list[int] = []
+        """Their indices, in the order of their ends."""
 
     def follow(self, recording: Recording) -> None:
         self._recording = recording
         self._notes_calls = False  # a backward ran within the context, and its calls are not known well enough
-        self.calls = []
+        self.calls, self.ended = [], []
         self._running = [(module, 0, -1) for module, _, _ in self._running]
 
     def __enter__(self) -> ModuleTrail:
@@ -448,3 +457,4 @@ class ModuleTrail:
             args, kwargs, output = given
             with torch_private.without_python_dispatch():
                 self.calls[place].end(module, (args, kwargs), output, self._recording)
+            self.ended.append(place)

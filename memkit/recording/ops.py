@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-_KNOWN_NAMESPACES = frozenset({"aten", "prims", "torchvision"})
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "torchvision", "torch_attn"})
 """Other ops may draw from Python's generator, count calls, or read changing state, and neither schema nor tags tell
 (`torch.library.custom_op` sets `pt2_compliant_tag` by itself)."""
 

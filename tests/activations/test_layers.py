@@ -181,6 +181,26 @@ def test_as_many_layers_are_kept_as_the_budget_leaves_room_for_at_each_size() ->
     assert found[64][-1][0] > budget - 1.2 * per_layer  # one more would not have fitted
 
 
+def test_large_step_after_small_ones_is_not_refused_by_a_guess() -> None:
+    """What it takes is known to be at least as much as small steps foretell, which is not the most that it may take."""
+    device, net, peaks = CountingDevice(), _Stack(8), list[int]()
+    with device.counting(net) as allocator:
+        _of_rows(net, 400, device, nullcontext)
+        net.zero_grad()
+        allocator.begin()
+        _of_rows(net, 400, device, nullcontext)
+        budget = int(0.7 * allocator.step_peak_bytes)
+        for rows in (20, 25, 25, 400, 400):
+            net.zero_grad()
+            allocator.begin()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                _of_rows(net, rows, device, functools.partial(_budget, "guess", device, f"{budget}B"))
+            peaks.append(allocator.step_peak_bytes)
+
+    assert max(peaks) <= budget
+
+
 class _OfDict(nn.Module):
     def __init__(self) -> None:
         super().__init__()

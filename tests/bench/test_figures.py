@@ -197,13 +197,30 @@ def test_learned_budget_is_timed_by_turns_with_plain_steps_and_tells_whether_it_
 
 
 def test_figures_are_those_of_later_steps_beside_checkpointed_ones() -> None:
-    steps, others = [(9.0, 12), (1.0, 8), (2.0, 9), (3.0, 10)], [(1.0, 1), (1.0, 1), (2.0, 1), (2.0, 1)]
+    families = bench_module("bench_families")
 
-    line = bench_module("bench_varying").figures(steps, [torch.zeros(2, 4096)] * 4, 10, others)
+    def steps(*seconds_and_peaks: tuple[float, int]) -> list[Any]:
+        return [families.Seen(seconds, peak, 0, loss) for loss, (seconds, peak) in enumerate(seconds_and_peaks)]
 
-    assert line["first_ms"] == [9000.0, 1000.0]
-    assert (line["later_ms"], line["ms_per_8192_tokens_later"], line["later_to_checkpointed"]) == (2500.0, 2500.0, 1.25)
-    assert (line["worst_peak_to_budget"], line["worst_later_peak_to_budget"]) == (1.2, 1.0)
+    mine = steps((9.0, 12), (1.0, 8), (2.0, 9), (3.0, 10))
+    mine[3] = mine[3]._replace(loss=7.0)
+    others = {way: steps((1.0, 1), (1.0, 1), (2.0, 1), (2.0, 1)) for way in ("plain", "checkpointed")}
+
+    line = families.figures({**others, "memkit": mine}, 10)
+
+    assert (line["median_to_checkpointed"], line["sum_to_plain"], line["sum_of_first_to_checkpointed"]) == (1.25, 1.25, 5.0)
+    assert [line[f"{which}_peak_to_budget"] for which in ("worst", "worst_later", "first")] == [1.2, 1.0, 1.2]
+    assert (line["first_s"], line["plain_s"], line["unequal_losses"]) == (9.0, 1.5, [4])
+
+
+@pytest.mark.parametrize(("budget", "count"), [(100, 0), (99, 1), (75, 3), (60, 4), (59, None)])
+def test_fewest_layers_that_keep_to_a_budget_are_found(budget: int, count: int | None) -> None:
+    family = SimpleNamespace(blocks=range(4))
+    runs = bench_module("bench_families").Runs(
+        name="", family=family, device=None, peak=None, is_tiny=True, peaks={layers: 100 - 10 * layers for layers in range(5)}
+    )
+
+    assert runs.fewest(budget) == count
 
 
 def test_peak_is_seen_though_others_reset_the_counter() -> None:
@@ -216,14 +233,14 @@ def test_peak_is_seen_though_others_reset_the_counter() -> None:
             self.most = self.now
 
     counter = Counter()
-    peak = bench_module("bench_varying").Peak(counter)
+    peak = bench_module("bench_families").Peak(counter)
     with peak.watched():
         counter.most = 7
         counter.reset_peak()
         counter.most = 3
-        assert peak.take() == 7
+        assert peak.take() == (7, 0)
         counter.most = 2
-        assert peak.take() == 2
+        assert peak.take() == (2, 0)
     assert Counter.reset_peak.__name__ == "reset_peak"
 
 

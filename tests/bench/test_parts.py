@@ -199,17 +199,30 @@ def test_streamed_tokens_per_second() -> None:
 
 
 @pytest.mark.integrations
-def test_steps_that_vary(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed_by("bench_varying", ["--tiny", "--steps", "5", "--only", "qwen3"], capsys)
+def test_families(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed_by("bench_families", ["--tiny", "--steps", "2"], capsys)
 
-    assert [line["way"] for line in lines] == ["plain", "checkpointed", "memkit"]
-    assert (lines[-1]["num_recorded"], len(lines[-1]["warnings"])) == (1, 0)
+    assert [line["family"] for line in lines] == [*bench_module("families").FAMILIES]
+    assert [(line["family"], line.get("error")) for line in lines if "error" in line] == []
+    assert all(line["unequal_losses"] == [] and line["are_gradients_equal"] == [True, True] for line in lines)
+
+
+@pytest.mark.integrations
+def test_first_steps_of_families(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench_module("families").FAMILIES, "vit", lambda is_tiny: 1 / 0)
+
+    failed, *lines = printed_by("bench_families", ["--tiny", "--first", "--only", "vit", "gnn", "lengths"], capsys)
+
+    assert (failed["family"], failed["error"]) == ("vit", "ZeroDivisionError: division by zero")
+    assert [(line["family"], line["way"]) for line in lines] == [
+        (name, way) for name in ("gnn", "lengths") for way in ("with", "attach")
+    ]
+    assert all(len(line["peaks_to_budget"]) == 3 for line in lines)
 
 
 @pytest.mark.integrations
 def test_ratios_of_steps_that_vary(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--tiny", "--steps", "5", "--only", "qwen3", "--contexts", "offload", "remat"]
-    *offloaded, remat = printed_by("bench_varying", arguments, capsys)
+    *offloaded, remat = printed_by("bench_varying", ["--tiny", "--steps", "5"], capsys)
 
     assert [line["way"] for line in offloaded] == ["CPUOffload(0.1)", "CPUOffload(0.3)", "CPUOffload(1)"]
     assert all(line["later_to_roofline"] <= line["later_to_plain"] for line in offloaded)

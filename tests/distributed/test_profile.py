@@ -21,7 +21,6 @@ from memkit.errors import MissingTorchNameError, ProfileError
 from memkit.plan import ShardedParameter, plan_shards
 from memkit.profile import MemoryCategory, MemoryReport
 from memkit.profile.sharded import Shards
-from memkit.profile.tracker import trace_ahead
 from tests.distributed.cases import Model, assert_same, by_hand, groups_of, local, make, optimizer_of, step, train
 from tests.distributed.groups import fake_group, group_of_one
 from tests.distributed.hosting import on_host
@@ -255,13 +254,6 @@ def test_what_a_profile_would_damage_is_refused(one: None, change: Callable[[Any
 def test_sharded_models_without_data_are_refused(one: None, options: dict[str, Any]) -> None:
     with pytest.raises(ProfileError, match=r"sharded by fully_shard, and what ranks send each other needs data.*--ranks N"):
         profile(memkit.shard(make()), 0, **options)
-
-
-def test_part_that_is_sharded_is_not_traced_ahead(one: None) -> None:
-    model = _by_hand(make())
-
-    with pytest.raises(ProfileError, match="sharded by fully_shard"):
-        trace_ahead(model.blocks[0], (torch.randn(2, 13),), {}, target="cpu", min_bytes=1)
 
 
 def _without_data() -> nn.Module:

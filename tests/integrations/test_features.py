@@ -20,8 +20,9 @@ from memkit.core.features import attached_to
 from memkit.device import ReferenceDevice
 from memkit.errors import LayerOffloadError
 from memkit.integrations import keep_in_place
-from memkit.integrations.features import Features, inside
+from memkit.integrations.features import Features
 from memkit.integrations.refusals import Loop, refuse
+from memkit.optimizers import unwrapped
 
 
 def _model() -> nn.Sequential:
@@ -254,7 +255,7 @@ def test_it_is_over_the_optimizer_inside() -> None:
 
     features.begin_states([_Wrapping(_Wrapping(optimizer))])
 
-    assert _opened(features)[0].optimizer is optimizer is inside(optimizer)
+    assert _opened(features)[0].optimizer is optimizer is unwrapped(optimizer)
     features.close()
 
 
@@ -267,7 +268,7 @@ def test_states_are_in_host_memory_until_the_end() -> None:
     assert features.is_on
     _train(model, optimizer)
     moved = features.figures()["memkit/states/moved_out_gib"]
-    features.end_states()
+    features.end()
     _train(model, optimizer)  # by itself again
     _train(plain, plain_optimizer, 2)
     _train(plain, plain_optimizer, 2)

@@ -14,7 +14,8 @@ from torch import nn
 import memkit
 from memkit.device import ReferenceDevice
 from memkit.integrations import features
-from memkit.integrations.features import Features, inside
+from memkit.integrations.features import Features
+from memkit.optimizers import unwrapped
 from tests.integrations.cases import (
     EVERY_FEATURE,
     MARKS,
@@ -145,7 +146,7 @@ def test_budget_is_told_of_the_optimizer_that_steps(name: str, tmp_path: Path, m
     trainer = WITH_CALLBACKS[name](tmp_path, tiny_budget, max_steps=1).trainer
 
     own = trainer.optimizer if name == "Trainer" else trainer.optimizers[0]
-    assert [*map(inside, told)] == [inside(own)]
+    assert [*map(unwrapped, told)] == [unwrapped(own)]
 
 
 @TRAINERS

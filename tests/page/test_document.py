@@ -37,12 +37,12 @@ from memkit.page.document import (
 from memkit.page.under_plan import under_plan
 from memkit.plan import Action, MemoryPlan, StepTrace, find_gpu
 from memkit.plan.asked import problem_of, trace_of
-from memkit.plan.budget.planning import JointPlanner, plan_budget_jointly
+from memkit.plan.budget.planning import JointPlanner
 from memkit.plan.budget.problem import make_problem
 from memkit.profile import MemoryReport
 from memkit.profile.alive import AliveStorage, MemoryCategory, Moment, Phase, StepMemory
 from tests.page.browser import EVIL, Block, needs_browser, opened, plans_of, profiled, report_of_blocks, report_of_evil
-from tests.plan.budget.steps import gpu, layers, random_trace
+from tests.plan.budget.steps import gpu, layers, plan_budget_jointly, random_trace
 
 MOST_BYTES = 8 * 10**6
 _START_S = 10
@@ -217,7 +217,7 @@ def _of_five_thousand_modules() -> MemoryReport:
 def test_page_is_soon_written_and_drawn(make: Callable[[], MemoryReport], most_s: float, tmp_path: Path) -> None:
     report = make()
     problem = problem_of(trace_of(report), find_gpu("RTX 3090"), "adamw")
-    plan = plan_budget_jointly(problem, int(0.9 * problem.plain_peak_bytes), actions={Action.OFFLOAD})  # the soonest made
+    plan = plan_budget_jointly(problem, int(0.9 * problem.plain_peak_bytes), Action.OFFLOAD)  # the soonest made
     plans = [replace(plan, budget_bytes=plan.budget_bytes + number) for number in range(8)]
     begin_s = _taken_s()
 
@@ -387,7 +387,7 @@ def test_nothing_changes_where_all_stays() -> None:
 def test_what_leaves_is_gone_until_it_is_fetched() -> None:
     trace = layers(6)
     problem = make_problem(trace, gpu())
-    plan = plan_budget_jointly(problem, int(0.7 * problem.plain_peak_bytes), actions={Action.OFFLOAD})
+    plan = plan_budget_jointly(problem, int(0.7 * problem.plain_peak_bytes), Action.OFFLOAD)
     leaving = [value for value in plan.values if value.action is Action.OFFLOAD]
 
     saved, _ = under_plan(trace, plan)

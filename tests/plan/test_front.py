@@ -24,7 +24,6 @@ from memkit.plan.front import (
     blocks_of,
     checkpoint_curve,
     draw,
-    evenly,
     fewest_that_fit,
     largest,
     to_text,
@@ -97,11 +96,6 @@ def test_blocks_are_members_of_lists(calls: list[tuple[str, str, int, int]], blo
     found = blocks_of(replace(layers(2), modules=tuple(call(*each) for each in calls)))
 
     assert [block.module for block in found] == blocks
-
-
-@pytest.mark.parametrize(("num_chosen", "places"), [(0, []), (1, [5]), (2, [2, 5]), (3, [1, 3, 5]), (6, [0, 1, 2, 3, 4, 5])])
-def test_blocks_are_chosen_at_even_distances(num_chosen: int, places: list[int]) -> None:
-    assert evenly(num_chosen, 6) == places
 
 
 def test_what_comes_in_is_held_and_all_else_made_again() -> None:

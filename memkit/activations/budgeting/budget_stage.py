@@ -30,7 +30,6 @@ from memkit.core.torch_state import dynamo_is_loaded, in_dual_level, is_traced
 from memkit.device import default_generator, open_device, why_nothing_is_freed
 from memkit.device.ceilings import measure_ceilings, measure_flops
 from memkit.plan import Action
-from memkit.profile import find_report
 from memkit.recording.borders import shards_of
 from memkit.recording.expected import Expected, num_writes
 from memkit.recording.recorder import Recorder
@@ -71,9 +70,11 @@ class WatchedRecorder(Recorder):
         return results
 
 
-_UNPLANNED, _FORESEEN = 0.9, 0.97
-"""A step without a plan may take this fraction of the budget at a save or a request. Temporaries and bytes outside of the
-context come on top; if they are predicted, they are counted, and the second fraction applies."""
+_UNPLANNED, _AMPLE = 0.9, 0.5
+"""A step without a plan may take this fraction of the budget at a save or a request; temporaries and bytes outside of the
+context come on top. Above the second fraction of what saved values may take, ended calls of modules are dropped."""
+_OF_COMPILED = 0.97
+"""Compiled blocks are compiled for steps that take this fraction of the budget."""
 _OF_LOSS = 9
 """Bytes left free behind the first forward for each byte that the module returns: a float32 cross-entropy over bfloat16 logits
 has float32 copies of these, their log-softmax, and all gradients."""
@@ -90,8 +91,6 @@ class BudgetStage(RecordingStage):
         self._opened: PlannedForward | None = None
         self._is_metered = True
         self._notes: StepNotes | None = None
-        self._foresight = state.foresight(find_report(state.tag))
-        self._is_first = not len(state.traces)
         self._step: SteadyStep | None = None
         self._steady: SteadySaves | None = None
         self._scheduled: ScheduledForward | None = None
@@ -109,6 +108,10 @@ class BudgetStage(RecordingStage):
     @property
     def _needs_calls(self) -> bool:
         return self._limits.plan is None and not self._planned_decider.follows_plan
+
+    @property
+    def _ample(self) -> float:
+        return _AMPLE
 
     def begin(self) -> None:
         if self.is_recording:
@@ -149,7 +152,7 @@ class BudgetStage(RecordingStage):
         flops_per_s = measure_flops(device, dtype)
         if flops_per_s is None:
             return None
-        allowed_bytes = _FORESEEN * self._limits.allocated_bytes(state.budget_bytes) - self._coming_bytes
+        allowed_bytes = _OF_COMPILED * self._limits.allocated_bytes(state.budget_bytes) - self._coming_bytes
         return Room(
             num_bytes=allowed_bytes - counter.allocated_bytes(),
             bytes_per_s=state.learning.gpu(device).both_bytes_per_s,
@@ -170,16 +173,11 @@ class BudgetStage(RecordingStage):
         state.budget_bytes = budget_bytes = state.learning.budget_bytes(latest, limits)
         if budget_bytes is not None:
             self._check_capacity(budget_bytes)
-            is_known = self._foresight is not None and self._foresight.is_whole
-            self._allow(_FORESEEN if is_known else _UNPLANNED)
+            allowed_bytes = limits.allocated_bytes(budget_bytes)
+            self._allowed_bytes = _UNPLANNED * allowed_bytes - self._coming_bytes - state.excess_bytes
         decider = self._planned_decider = PlannedDecider(state.traces, self._plan_of, self._limit_now)
         self.counts.follows_plan = decider.follows_plan
         return decider
-
-    def _allow(self, share: float) -> None:
-        budget_bytes = self._state.budget_bytes
-        assert budget_bytes is not None
-        self._allowed_bytes = share * self._limits.allocated_bytes(budget_bytes) - self._coming_bytes
 
     def _check_capacity(self, budget_bytes: int) -> None:
         counter = self._state.counter
@@ -197,6 +195,8 @@ class BudgetStage(RecordingStage):
         state = self._state
         judged, peak, state.judged, state.peak = state.judged, state.peak, None, None
         learning, counts = state.learning, state.counts
+        if judged is None and peak is not None and peak.num_bytes is not None and state.budget_bytes is not None:
+            state.excess_bytes = max(peak.num_bytes - self._limits.allocated_bytes(state.budget_bytes), 0)
         if judged is not None and peak is not None and peak.is_over:
             if learning.judge(*judged, peak.num_bytes, self._limits):
                 state.note_in_vain(had_plan=True)
@@ -213,16 +213,9 @@ class BudgetStage(RecordingStage):
         counter, forward = self._state.counter, forward or self._opened
         if counter is None or forward is None:
             return self._allowed_bytes
-        foresight, foreseen_bytes = self._foresight, math.inf
-        if foresight is not None and not forward.num_passed:
-            is_backward = forward.task != -1
-            more_bytes = foresight.after_request(len(forward.uses)) if is_backward else foresight.after_save(len(forward.saves))
-            foreseen_bytes = max(self._allowed_bytes - self._base_bytes - more_bytes, 0)
-            if not foresight.is_scaled:
-                return foreseen_bytes
         own_bytes = forward.live_bytes + forward.walk.temp_bytes + forward.lingering_bytes
         beside_bytes = counter.allocated_bytes() - own_bytes
-        return min(max(self._allowed_bytes - beside_bytes, 0), foreseen_bytes)
+        return max(self._allowed_bytes - beside_bytes, 0)
 
     def _make_forward(self, recording: Recording, window: OffloadWindow) -> RecordedForward:
         decider, state, device = self._planned_decider, self._state, self._device
@@ -244,15 +237,15 @@ class BudgetStage(RecordingStage):
         learned = None if trace is None else learning.of(trace)
         if planned is not None and learned is not None and learned.wants_notes(trace, planned, state.shapes):
             self._notes = StepNotes(planned)
-        is_unknown = decider.planned is None and self._is_metered
-        is_first = self._is_first and counter is not None and self._limits.plan is None and state.budget_bytes is not None
-        wants_measure = learned is not None and self._limits.plan is None and learned.wants_measure(trace)
-        if is_unknown and (is_first or wants_measure):
+        is_unplanned = planned is None and self._limits.plan is None
+        if is_unplanned and self._is_metered and learned is not None and learned.wants_measure(trace):
             self._meter = forward.meter = forward.unpacker = Meter(device, counter, forward)
         elif planned is not None and trace is not None and counter is not None:
             is_judged, is_new = learning.of(trace).count_followed()
             if is_judged:
                 state.judged, state.peak = (trace, planned), StepPeak(counter, resets=is_new)
+        elif is_unplanned and counter is not None:
+            state.peak = StepPeak(counter, resets=True)
         forward.on_end = functools.partial(learning.note_end, device.record_event(), device, state.peak)
         return forward
 
@@ -377,7 +370,6 @@ class BudgetStage(RecordingStage):
             steady.is_on = False
         if scheduled is not None:
             scheduled.stop()
-            self._foresight = None if scheduled.num_saves else self._foresight  # it would not fit the saves
         if self._step is None or forward is None or (forward.task != -1 and self._is_complete):
             return  # another forward begins
         self._step = self._steady = forward.requests = None
@@ -453,18 +445,14 @@ class BudgetStage(RecordingStage):
         if self._meter is not None:
             self._meter.begin_save()
         super()._note_save(forward, value, num_bytes, node)
-        foresight = self._foresight
-        save = len(forward.saves) - 1
-        if foresight is not None and not foresight.is_of(save, num_bytes) and forward is self._opened:
-            self._foresight = foresight.scaled(save, num_bytes)
-            if self._state.budget_bytes is not None:
-                self._allow(_UNPLANNED)
         opened, decider, planned = self._opened, self._planned_decider, self._planned_decider.planned
         if opened is not None and opened.planned is not planned:
             opened.planned = planned
             self.counts.follows_plan = planned is not None
             state, trace = self._state, decider.follower.trace
-            is_of_other = state.judged is not None and save == 0  # its peak says nothing about the plan from which it deviated
+            is_of_other = (
+                state.judged is not None and len(forward.saves) == 1
+            )  # its peak says nothing about the plan from which it deviated
             state.judged = (trace, planned) if is_of_other and trace is not None and planned is not None else None
 
     def _end_recorded(self, *, learn: bool) -> None:
@@ -479,18 +467,14 @@ class BudgetStage(RecordingStage):
             parameters = {id(tensor): tensor for tensor in roots if isinstance(tensor, nn.Parameter)}
             state.coming.note_trained(shards_of(parameters.values()))
         super()._end_forward(learn=learn)
-        trace = state.traces.latest
+        trace, decider = state.traces.latest, self._planned_decider
         if not learn or not was_forward or trace is None:
             return
+        if opened is not None and opened.task == -1 and not decider.follows_plan:
+            self._leave_room_behind(opened)
         if meter is not None and forward.trace is trace.ops and len(meter.save_places) == len(forward.saves):
-            if self._is_first and opened is not None and opened.task == -1:
-                self._leave_room_behind(opened, meter)
             meter.end_forward()
-            if self._is_first:
-                state.learning.first = trace, meter
-            else:
-                state.learning.of(trace).meter = meter
-        decider = self._planned_decider
+            state.learning.of(trace).meter = meter
         has_followed = notes is not None and decider.planned is notes.planned and decider.follower.trace is trace
         if notes is not None and opened is not None and has_followed:
             learned, steady = state.learning.of(trace), notes.finish(trace, opened, self._options.kinds)
@@ -504,13 +488,16 @@ class BudgetStage(RecordingStage):
                 return
             state.settled = Settled(options=self._options, budget_bytes=most_bytes)
 
-    def _leave_room_behind(self, forward: PlannedForward, meter: Meter) -> None:
-        """After a first forward, move saved values to make room for the unknown rest of the step."""
-        counter = self._state.counter
-        if counter is not None and (self._foresight is None or not self._foresight.is_whole):
-            room_bytes = self._allowed_bytes - _OF_LOSS * meter.returned_bytes
-            with self._lock:
-                forward.move_out(lambda: counter.allocated_bytes() <= room_bytes)
+    def _leave_room_behind(self, forward: PlannedForward) -> None:
+        """After a forward without a plan, drop or move saved values to make room for the unknown rest of the step."""
+        counter, lineage = self._state.counter, forward.lineage
+        if counter is None or not lineage.outs:
+            return
+        room_bytes = self._allowed_bytes - _OF_LOSS * sum(lineage.num_bytes[value] for value in lineage.outs[-1])
+        with self._lock:
+            while counter.allocated_bytes() > room_bytes and forward.drop_call():
+                pass
+            forward.move_out(lambda: counter.allocated_bytes() <= room_bytes)
 
     def _end_forward(self, *, learn: bool) -> None:
         step, scheduled, forward = self._step, self._scheduled, self._forward

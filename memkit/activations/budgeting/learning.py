@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from memkit.activations.budgeting.meter import Foresight, is_other_link, observed_trace
+from memkit.activations.budgeting.meter import is_other_link, observed_trace
 from memkit.activations.budgeting.ways import Ways
 from memkit.activations.recomputing.budget import Decider
 from memkit.activations.saved.traces import Follower, Trace, Traces
@@ -106,7 +106,6 @@ def planned_of(
 
 @dataclass(eq=False, slots=True)
 class LearnedStep:
-    shown: Foresight | None = None
     meter: Meter | None = None
     planner: JointPlanner | None = None
     measured_s: list[float] = field(default_factory=list)
@@ -240,7 +239,6 @@ class Learning:
         self.last_peak_bytes: int | None = None
         self._last: Planned | None = None
         self.num_plans = self.num_ended = 0
-        self.first: tuple[Trace, Meter] | None = None
         self._last_times: list[tuple[Event, Event]] = []
 
     @property
@@ -252,16 +250,6 @@ class Learning:
             trace.learned = LearnedStep()
         assert isinstance(trace.learned, LearnedStep)
         return trace.learned
-
-    def shown(self, trace: Trace) -> Foresight | None:
-        learned, first = self.of(trace), self.first
-        if first is not None and first[0] is trace and first[1].is_whole and trace.ops is not None:
-            meter, self.first = first[1], None
-            step = replace(trace.ops.step, uses=meter.uses, use_ends=meter.use_ends)
-            learned.shown = Foresight(observed_trace(meter, step, {}, target="", min_bytes=0))
-        elif learned.shown is None and learned.planner is not None:
-            learned.shown = Foresight(learned.planner.problem.trace)
-        return learned.shown
 
     def planned(self, trace: Trace, limits: Limits, device: Device, *, base_bytes: int, coming_bytes: int) -> Planned | None:
         ops, learned = trace.ops, self.of(trace)
@@ -279,7 +267,7 @@ class Learning:
             if learned.planner is None and meter is not None and learned.is_ready(trace):
                 step = replace(ops.step, uses=meter.uses, use_ends=meter.use_ends)
                 seen = observed_trace(meter, step, ops.names, target=device.torch_device.type, min_bytes=limits.min_bytes)
-                learned.meter, learned.measured_s, self.first = None, meter.seconds(step), None
+                learned.meter, learned.measured_s = None, meter.seconds(step)
                 learned.planner = JointPlanner(make_problem(seen, self.gpu(device), measured_s=learned.measured_s))
             if learned.planner is None:
                 return None

@@ -5,8 +5,6 @@ budget."""
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_left
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +18,7 @@ from memkit.plan import NO_OP, Lifetime, OpKind, OpWork, Step, StepTrace, ends_o
 from memkit.recording.recorded import tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from memkit.activations.budgeting.planned_forward import PlannedForward
     from memkit.device.base import Device, Event, MemoryCounter
@@ -61,7 +59,6 @@ class Meter:
         self._since: list[tuple[Event, Event]] = []
         """Start and end of spans since the last op, without the time of saves."""
         self._beside_bytes = 0
-        self.returned_bytes = 0
         if counter is not None:
             counter.reset_peak()
 
@@ -89,9 +86,7 @@ class Meter:
         self._note_peak()
         self.names.append(name)
         self.op_places += [place] * (len(recording.calls) - num_calls)
-        self.returned_bytes = 0
         for tensor in tensors_in(results):
-            self.returned_bytes += tensor.nbytes
             found = recording.current.get(torch_private.storage_address(tensor.untyped_storage()))
             if found is not None and found[1] not in self._alive and found[1] not in recording.roots:
                 self._alive[found[1]] = found[0]
@@ -194,69 +189,7 @@ def _is_there(record: Record) -> bool:
     return record.residency in ON_DEVICE or record.original() is not None
 
 
-# The trace of a measured step, and the prediction for other sizes
-
-_CONVOLUTIONS = (OpKind.CONVOLUTION, OpKind.CONVOLUTION_OF_FEW)
-
-
-class Foresight:
-    """The most bytes beside the base and the values saved so far, from each save to the next, and from each request to the
-    next. A convolution on CUDA counts a workspace as large as its inputs and outputs, which a run without data doesn't show.
-    `is_whole`: the trace includes the loss."""
-
-    def __init__(self, trace: StepTrace, *, is_whole: bool = True) -> None:
-        self.is_whole, self.is_scaled, self._factor = is_whole, False, 1.0
-        num_bytes = trace.step.lineage.num_bytes
-        self._sizes_bytes = [num_bytes[value] for value in trace.step.saves]
-        held = [0] * (len(trace.ops) + 1)
-        first = dict(zip(reversed(trace.step.saves), reversed(trace.save_places), strict=True))
-        for value, place in first.items():
-            life = trace.lifetimes.get(value)
-            if life is not None and place < life.freed_at:  # before the save, nobody knows of it
-                held[min(max(place, 0), len(trace.ops))] += num_bytes[value]
-                held[min(life.freed_at, len(trace.ops))] -= num_bytes[value]
-        beside, there = [], 0
-        for change, live, op in zip(held, trace.live_bytes, trace.ops, strict=False):
-            there += change
-            workspace_bytes = op.num_bytes if trace.target == "cuda" and op.kind in _CONVOLUTIONS else 0
-            beside.append(max(live - there, 0) + workspace_bytes)
-        turn = trace.use_places[0] if trace.use_places else len(trace.ops)
-        self._saves = _most_between(trace.save_places, beside, turn)
-        self._requests = _most_between(trace.use_places, beside, len(trace.ops))
-
-    def is_of(self, save: int, num_bytes: int) -> bool:
-        if save >= len(self._sizes_bytes):
-            return False
-        size_bytes = self._sizes_bytes[save]
-        return num_bytes <= self._factor * size_bytes if self.is_scaled else num_bytes == size_bytes
-
-    def scaled(self, save: int, num_bytes: int) -> Foresight | None:
-        """Return the prediction for other sizes: in proportion to a save, if larger; None if none was predicted."""
-        if save >= len(self._sizes_bytes) or not self._sizes_bytes[save]:
-            return None
-        found = copy(self)
-        found.is_whole, found.is_scaled = False, True
-        found._factor = max(self._factor, num_bytes / self._sizes_bytes[save])
-        return found
-
-    def after_save(self, num_saves: int) -> int:
-        return self._of(self._saves, num_saves)
-
-    def after_request(self, num_requests: int) -> int:
-        return self._of(self._requests, num_requests)
-
-    def _of(self, found: Sequence[int], number: int) -> int:
-        return int(self._factor * found[min(max(number - 1, 0), len(found) - 1)]) if found else 0
-
-
-def _most_between(places: Sequence[int], beside: Sequence[int], end: int) -> list[int]:
-    """For each place, return the most bytes up to the next different place, or to the end."""
-    found = []
-    for place in places:
-        after = bisect_left(places, place + 1)
-        until = places[after] if after < len(places) else end
-        found.append(max(beside[place : max(until, place + 1)], default=0))
-    return found
+# The trace of a measured step
 
 
 def observed_trace(meter: Meter, step: Step, names: Mapping[int, tuple[str, str]], *, target: str, min_bytes: int) -> StepTrace:

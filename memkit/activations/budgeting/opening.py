@@ -97,25 +97,27 @@ def open_layers_within(state: BudgetState, limits: Limits, *, gives_up: bool = F
     def room(layers: Layers, foretold: Foretold) -> float:
         begun_bytes = step.begun_bytes = 0 if counter is None else counter.allocated_bytes()
         if counter is None or not layers.is_counted:  # the budget is for saved tensors alone
-            beside_bytes = foretold.input_bytes + foretold.largest_bytes
+            beside_bytes = least_bytes = foretold.input_bytes + foretold.largest_bytes
         elif layers.beside:
             beside_bytes = begun_bytes + layers.beside.at(foretold.size)
+            least_bytes = begun_bytes + layers.beside.least_at(foretold.size)
         else:
             return 0.0
         plain_bytes = int(beside_bytes + foretold.saved_bytes)  # a budget that is a share is one of this
         budget_bytes = limits.budget_bytes(plain_bytes) or 0
-        needed_bytes = beside_bytes + state.coming_bytes(limits)
+        coming_bytes = state.coming_bytes(limits)
+        least_bytes += coming_bytes
         allowed_bytes = step.allowed_bytes = limits.allocated_bytes(budget_bytes)
-        if needed_bytes > allowed_bytes:
+        if least_bytes > allowed_bytes:
             told = (
-                f"a step takes {format_bytes(int(needed_bytes))} with all its layers recomputed, where the first one gets "
+                f"a step takes {format_bytes(int(least_bytes))} with all its layers recomputed, where the first one gets "
                 f"{foretold.size:,} elements; the budget allows {format_bytes(allowed_bytes)}. Pass a larger budget, or "
-                "smaller batches"
+                f"smaller batches.{layers.why_not}"
             )
             if limits.raises:
-                raise BudgetInfeasible(told, int(needed_bytes))
+                raise BudgetInfeasible(told, int(least_bytes))
             state.warn_once(f"layers of {foretold.size.bit_length()}", told)  # once for each doubling of the size
-        return (_OF_KNOWN if layers.beside.knows(foretold.size) else _OF_ALLOWED) * allowed_bytes - needed_bytes
+        return (_OF_KNOWN if layers.beside.knows(foretold.size) else _OF_ALLOWED) * allowed_bytes - beside_bytes - coming_bytes
 
     stage = open_layers(state, None, room, state.learning.takes_less if gives_up else None)
     if stage is None:

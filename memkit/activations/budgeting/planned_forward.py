@@ -69,8 +69,9 @@ class PlannedForward(RecordedForward):
     @property
     def extra_bytes(self) -> int:
         """Bytes held for replays beyond the plain step's."""
-        pinned = (handle.alias.untyped_storage().nbytes() for handle in self.recording.pinned.values())
-        return self.recording.held_bytes + sum(pinned)
+        pinned = self.recording.pinned.items()
+        alone = (handle.alias for value, handle in pinned if self.record_of(value) is None)  # others are saved as well
+        return self.recording.held_bytes + sum(alias.untyped_storage().nbytes() for alias in alone)
 
     # Forward
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, TypeVar
 from memkit.activations.budgeting.inside import InsideBudgets
 from memkit.activations.budgeting.learning import Learning, Planned
 from memkit.activations.budgeting.limits import ComingStates
-from memkit.activations.budgeting.meter import Foresight
 from memkit.activations.saved.settled import Way
 from memkit.activations.saved.state import OffloadState, RematState, States, TagState
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from memkit.activations.recomputing.region_plan import RegionPlan
     from memkit.activations.saved.traces import Trace
     from memkit.device import MemoryCounter
-    from memkit.profile import MemoryReport
 
 
 _Part = TypeVar("_Part", bound=TagState)
@@ -36,9 +34,10 @@ class BudgetState(RematState):
         super().__init__(tag)
         self.learning = Learning(self.warn_once)
         self.budget_bytes: int | None = None
+        self.excess_bytes = 0
+        """The bytes by which the last step without a plan has exceeded the budget."""
         self.is_within_capacity = False
         self.coming = ComingStates(None)
-        self.foreseen: Foresight | None = None
         self.inside = InsideBudgets()
         self.limits: Limits | None = None
         self.shapes: Shapes | None = None
@@ -53,7 +52,6 @@ class BudgetState(RematState):
         """The numbers of finished backwards and of steps that deviated, when the last forward began."""
         self.judged: tuple[Trace, Planned] | None = None
         self.peak: StepPeak | None = None
-        self.of_report: tuple[object, Foresight] | None = None
         self.of_layers: tuple[LayerStep, StepPeak] | None = None
         """The last step with layers, and its peak."""
 
@@ -77,20 +75,6 @@ class BudgetState(RematState):
 
     def windows(self) -> list[OffloadWindow]:
         return [*super().windows(), *self.of_regions.windows(), *self.of_copies.windows()]
-
-    def foresight(self, report: MemoryReport | None) -> Foresight | None:
-        """Predict steps without a plan: from the first step, a report, or a run without data; None without these."""
-        latest = self.traces.latest
-        shown = None if latest is None else self.learning.shown(latest)
-        if shown is not None:
-            self.foreseen = None  # no longer of use
-            return shown
-        trace = None if report is None else report.trace
-        if trace is None:
-            return self.foreseen
-        if self.of_report is None or self.of_report[0] is not trace:
-            self.of_report = trace, Foresight(trace)
-        return self.of_report[1]
 
     def is_of_other_size(self, shapes: Shapes | None) -> bool:
         """As of `RematState`; but where all fits, smaller steps go as the recorded ones."""

@@ -20,6 +20,8 @@ from memkit.recording.ops import OpKinds
 if TYPE_CHECKING:
     from memkit.activations.saved.state import RematState
 
+_FEW = 3
+"""A `MemoryBudget` that can't be kept to is exceeded rather than run values again more often."""
 NO_BUDGET = sys.maxsize
 """Only values that the user marks are dropped."""
 
@@ -55,7 +57,8 @@ class RematOptions:
 
 
 def recorded_alone(min_bytes: int, device: Device | None, kinds: OpKinds, *, policy: str = "plan") -> RematOptions:
-    return RematOptions(policy=policy, min_bytes=min_bytes, device=device, kinds=kinds)
+    score = DTRScore(max_replays=_FEW)
+    return RematOptions(policy=policy, score=score, min_bytes=min_bytes, device=device, kinds=kinds)
 
 
 class Decider(ABC):

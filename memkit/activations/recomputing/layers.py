@@ -109,6 +109,15 @@ class Curve:
         is_linear = before is not None and num_bytes * before[0] <= _ALIKE * before[1] * largest
         return num_bytes * (growth if is_linear else growth * growth)
 
+    def least_at(self, size: int) -> float:
+        """As `at`, but beyond the largest known size the least: convex curves are above the line through the last two."""
+        known = self._known
+        (before_size, before_bytes), (last_size, last_bytes) = known[max(len(known) - 2, 0)], known[-1]
+        if size <= last_size:
+            return self.at(size)
+        slope = (last_bytes - before_bytes) / (last_size - before_size) if before_size < last_size else 0.0
+        return last_bytes + max(slope, 0.0) * (size - last_size)
+
 
 @dataclass(eq=False, slots=True)
 class LayerCall:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Container, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -32,8 +33,11 @@ from memkit.core.tensors import counted_by
 from memkit.device.base import Stream
 from memkit.errors import note_on
 from memkit.plan import NO_OP, Action, DTRScore, Walk, ends_of
+from memkit.recording.module_calls import ModuleTrail, NotedCall
 from memkit.recording.recording import Recording, rewritten_bytes
 from memkit.recording.replay import Replay
+
+_MOSTLY = 0.6
 
 
 class RecordedForward(NumberedSaves):
@@ -73,6 +77,10 @@ class RecordedForward(NumberedSaves):
         self._places: dict[int, list[int]] = {}
         self._awaited: list[int] = []
         self._now = 0
+        self._calls: Sequence[NotedCall] = ()
+        self._ended: Sequence[int] = ()
+        self._num_looked_at = 0
+        self._inside: dict[int, list[NotedCall]] = {}
 
     @property
     def ledger(self) -> Ledger:
@@ -83,6 +91,10 @@ class RecordedForward(NumberedSaves):
         return self.window.lock
 
     # Forward
+
+    def watch(self, trail: ModuleTrail) -> None:
+        """What calls of modules have saved is dropped first, where room is short."""
+        self._calls, self._ended = trail.calls, trail.ended
 
     def settle_on(self, window: OffloadWindow) -> None:
         self.window = self.unpacker = self._anchors.window = window
@@ -282,6 +294,26 @@ class RecordedForward(NumberedSaves):
             self.counts.dropped_bytes += record.num_bytes
         return True
 
+    def drop_call(self, needed: Container[int] = ()) -> bool:
+        """Drop what the next ended call of a module has made and saved, but not what it has returned. If it consists of like
+        calls, such as layers, what one of them gives to the next stays."""
+        walk, maker = self.walk, self.lineage.maker
+        while self._num_looked_at < len(self._ended):
+            place = self._ended[self._num_looked_at]
+            self._num_looked_at += 1
+            call, inside = self._calls[place], self._inside.pop(place, ())
+            self._inside.setdefault(call.parent, []).append(call)
+            if call.stop is None or _consists_of_alike(call, inside):
+                continue
+            saved = dict.fromkeys(self.saves[call.begin.save : call.stop[0]])
+            kept, num_before = (call.made[1], needed, walk.given), len(walk.evictable)
+            for value in saved:
+                if value in walk.evictable and maker[value] >= call.begin.op and not any(value in each for each in kept):
+                    walk.drop(value)
+            if len(walk.evictable) < num_before:
+                return True
+        return False
+
     def keep(self, value: int) -> None:
         record = self.record_of(value)
         assert record is not None
@@ -343,6 +375,19 @@ class RecordedForward(NumberedSaves):
                 f"{format_mib(sum(call.outs_bytes))}), even after everything that Rematerialize may drop was dropped.",
             )
             raise
+
+
+def _consists_of_alike(call: NotedCall, inside: Sequence[NotedCall]) -> bool:
+    """Tell whether most of what a call has saved is that of several calls of one class in it."""
+    num_saves, num_calls = Counter[type](), Counter[type]()
+    for part in inside:
+        if part.stop is not None:
+            kind = type(part.module())
+            num_saves[kind] += part.stop[0] - part.begin.save
+            num_calls[kind] += 1
+    assert call.stop is not None
+    least = _MOSTLY * (call.stop[0] - call.begin.save)
+    return any(count > 1 and num_saves[kind] > least for kind, count in num_calls.items())
 
 
 def _end_backward(window: OffloadWindow, reference: weakref.ref[RecordedForward], is_first: bool, has_failed: bool) -> None:

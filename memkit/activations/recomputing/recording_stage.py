@@ -86,6 +86,7 @@ class RecordingStage(Stage):
         notes_calls = self._needs_calls and (trace is None or trace.num_noted < _NUM_NOTED)
         self._trail = ModuleTrail(self._forward.recording, notes_calls=notes_calls)
         self._watches_modules = options.verify or notes_calls or (trace is None and number < _NUM_WATCHED)
+        self._forward.watch(self._trail)
         self._compiled = CompiledCalls(f'{state.name} (tag "{state.tag}")', self.recorder, self._trail)
         self._is_over = False
         self._sees_all = True
@@ -94,6 +95,11 @@ class RecordingStage(Stage):
     @property
     def _needs_calls(self) -> bool:
         return self._needs_plan
+
+    @property
+    def _ample(self) -> float:
+        """Above this fraction of the limit, all ended calls are dropped, since nobody knows what comes."""
+        return 1.0
 
     @property
     def is_untouched(self) -> bool:  # type: ignore[override]  # a fact of the class in others
@@ -310,7 +316,9 @@ class RecordingStage(Stage):
         else:
             handle = ledger.add_handle(record, tensor, forward.unpacker, node)
         limit_bytes = forward.walk.limit_bytes
-        if limit_bytes != math.inf and forward.live_bytes > limit_bytes:
+        if limit_bytes != math.inf and forward.live_bytes > self._ample * limit_bytes:
+            while self._ample < 1 and forward.drop_call():
+                pass
             forward.make_room()
         forward.walk.note_peak()
         forward.end_save(node)

@@ -4,6 +4,7 @@ Decides when steps need not be recorded any more."""
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,6 @@ from memkit.activations.saved.settled import Settled, SizesSeen, TimedWays, Way
 from memkit.activations.saved.state import RematState
 from memkit.activations.saved.traces import OpTrace, Trace
 from memkit.core.sequentials import SpanReference
-from memkit.errors import BudgetInfeasible
 from memkit.plan import NO_OP, Action, HostCosts, ModuleCall, Plan, RegionChoice, RegionNeeds, RegionPlanner
 from memkit.recording.cost import host_costs
 
@@ -65,11 +65,10 @@ def plan_regions(
 ) -> RegionPlan | None:
     """Return the regions of a step; None if none fit the budget, or if single ops certainly take less time, which can be known
     where the host computes. On other devices a trial decides."""
-    calls, references = _candidates(trace)
-    if all(call.why_not for call in calls):
+    planner, references = _planner_of(trace, num_ops, torch_device)
+    if planner is None:
         return None
-    costs = host_costs(torch_device)
-    planner = RegionPlanner(trace.step, calls, costs, num_ops=num_ops)
+    calls, costs = planner.calls, planner.costs
     budget_bytes = of_ops.budget_bytes or 0
     choice = planner.best(budget_bytes)
     if choice is None and of_ops.predicted_peak_bytes > budget_bytes:
@@ -99,6 +98,18 @@ def plan_regions(
         plan=plan,
         trial=TimedWays(is_open=is_open),
     )
+
+
+def _planner_of(trace: OpTrace, num_ops: int, torch_device: torch.device) -> tuple[RegionPlanner | None, list[Reference]]:
+    """Return the planner of a step, None without a possible region, and the module of each call. All budgets share it, since it
+    explores the choices once."""
+    calls, references = _candidates(trace)
+    if all(call.why_not for call in calls):
+        return None, references
+    costs, planner = host_costs(torch_device), trace.region_planner
+    if planner is None or planner.step is not trace.step or planner.calls != calls or planner.costs != costs:
+        planner = trace.region_planner = RegionPlanner(trace.step, calls, costs, num_ops=num_ops)
+    return planner, references
 
 
 def _candidates(trace: OpTrace) -> tuple[list[ModuleCall], list[Reference]]:
@@ -200,10 +211,8 @@ def choices_ahead(trace: Trace, torch_device: torch.device) -> list[RegionNeeds]
     """Return a step's needs with each choice of regions that `plan_regions` may make, the quickest first."""
     if trace.ops is None or not trace.ops.is_measured or trace.has_marks:
         return []
-    calls, _ = _candidates(trace.ops)
-    if all(call.why_not for call in calls):
-        return []
-    return RegionPlanner(trace.ops.step, calls, host_costs(torch_device), num_ops=len(trace.funcs)).choices()
+    planner, _ = _planner_of(trace.ops, len(trace.funcs), torch_device)
+    return [] if planner is None else planner.choices()
 
 
 def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool:
@@ -213,10 +222,8 @@ def settle_ahead(state: RematState, options: RematOptions, trace: Trace) -> bool
     assert isinstance(budget_bytes, int)
     if trace.ops is None or not trace.ops.is_measured:
         return False
-    try:
-        of_ops = trace.ops.plan(budget_bytes, options.score)
-    except BudgetInfeasible:
-        of_ops = trace.ops.planner(options.score).least(budget_bytes)
+    planner = trace.ops.planner(options.score)
+    of_ops = planner.told(planner.walks.walk(trace.ops.step.dropped, math.inf), budget_bytes)  # which drops nothing else
     regions = _regions_of(state, trace, of_ops, against_ops=False)
     if regions is not None:
         state.settled = Settled(options=options, budget_bytes=budget_bytes, regions=regions)

@@ -25,7 +25,7 @@ from memkit.core import torch_private
 from memkit.core.kept import KeptHandle
 from memkit.core.tensors import Geometry
 from memkit.core.torch_state import is_saved_by_compiled_code
-from memkit.plan import Action, DTRScore, ModuleCall, Plan, RematPlanner, Step, plan_ratio
+from memkit.plan import Action, DTRScore, ModuleCall, Plan, RegionPlanner, RematPlanner, Step, plan_ratio
 from memkit.plan.ratio import Forecast
 from memkit.profile import MemoryReport, SavedCategory
 from memkit.recording.module_calls import Aftermath, NotedCall, SpanCall, span_calls
@@ -81,6 +81,7 @@ class OpTrace:
     has_order: bool = False
     rewritten: frozenset[int] = frozenset()
     """Roots that were written to before that backward had ended."""
+    region_planner: RegionPlanner | None = None
     _planner: RematPlanner | None = None
     _regions: dict[tuple[int | None, int], Any] = field(default_factory=dict)
     _plans: dict[tuple[int, DTRScore], Plan] = field(default_factory=dict)

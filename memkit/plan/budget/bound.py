@@ -1,31 +1,24 @@
-"""How fast a step under a budget can be at the best: no plan is faster than this linear program.
+"""How fast a step under a budget can be at the best: no plan is faster than this linear program, solved by scipy's HiGHS.
 
 Values may leave, stay and be dropped in part, copies flow without latency, replays run each op once and need no room of their
-own, and anchors are held only until something may be made from them first. Everything that `simulate` does takes at least as
-long. Solved by HiGHS, in scipy, which is an extra.
-"""
+own, and anchors are held only until something may be made from them first."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memkit.core.extras import how_to_install
+from memkit.plan.budget.problem import Problem
 from memkit.plan.plans import Action
 from memkit.plan.step import NO_OP
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
-    from memkit.plan.budget.problem import HeldValue, Problem
-
 _MIB = 2**20
 _TOLERANCE = 1e-6
-_INFEASIBLE = 2
-"""The status of `scipy.optimize.linprog` for a program without a solution; 1, 3 and 4 are failures."""
 
 Row = dict[int, float]
 
@@ -39,8 +32,7 @@ def why_no_bound() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The least seconds of any plan of a step under a budget (infinity if none keeps to it), and the least seconds that each
-    byte less adds."""
+    """The least seconds of any plan under a budget (infinity if none keeps to it), and what each byte less adds to them."""
 
     budget_bytes: int
     seconds: float
@@ -63,20 +55,8 @@ def find_bound(
     return Bound(budget_bytes, max(problem.plain_s, seconds * (1 - _TOLERANCE)), seconds_per_byte * (1 - _TOLERANCE))
 
 
-def first_needs(problem: Problem) -> dict[int, int]:
-    """Return for each anchor the first slot at which anything that is made from it may be asked for."""
-    lineage = problem.lineage
-    first = {held.value: held.use for held in problem.values if not held.is_anchor}
-    for op in range(len(lineage.ins) - 1, -1, -1):
-        soonest = min((first.get(made, problem.num_slots) for made in lineage.outs[op]), default=problem.num_slots)
-        for source in lineage.ins[op]:
-            first[source] = min(first.get(source, problem.num_slots), soonest)
-    return {held.value: first.get(held.value, problem.num_slots) for held in problem.values if held.is_anchor}
-
-
 class _Program:
-    """The rows and columns, in MiB and milliseconds: shares of values that leave and are dropped, ops that run again; for each
-    slot the delay of compute, the bytes copied and fetched by its end, and the bytes that are on the host alone."""
+    """The rows and columns, in MiB and milliseconds."""
 
     def __init__(self, problem: Problem, limit_bytes: int, allowed: frozenset[Action]) -> None:
         self.problem, self.limit_mib = problem, limit_bytes / _MIB
@@ -84,14 +64,20 @@ class _Program:
         self.costs: list[float] = []
         self.rows: list[tuple[Row, float]] = []
         self.equal: list[tuple[Row, float]] = []
-        needs = first_needs(problem)
-        turn = (
-            problem.points[problem.num_forward_points]
-            if problem.num_forward_points < len(problem.points)
-            else problem.num_slots
-        )
-        self.turn = turn
-        self.gaps = [self._gap(held, needs) for held in problem.values]
+        needs = {held.value: held.use for held in problem.values if not held.is_anchor}
+        """Of each value the first slot at which anything that is made from it may be asked for."""
+        for op in range(len(problem.lineage.ins) - 1, -1, -1):
+            made = problem.lineage.outs[op]
+            soonest = min((needs.get(value, problem.num_slots) for value in made), default=problem.num_slots)
+            for source in problem.lineage.ins[op]:
+                needs[source] = min(needs.get(source, problem.num_slots), soonest)
+        self.turn = [*problem.points, problem.num_slots][problem.num_forward_points]
+        self.gaps: list[tuple[int, int]] = []  # from where to where a value need not be on the device
+        for held in problem.values:
+            begin = held.released if held.is_anchor else max(held.released, held.saved)
+            self.gaps.append(
+                (begin, max(needs.get(held.value, problem.num_slots) if held.is_anchor else min(held.use, held.freed), begin))
+            )
         self.leaves = [
             self._column(1.0 if allowed >= {Action.OFFLOAD} and Action.OFFLOAD in held.choices else 0.0)
             for held in problem.values
@@ -104,8 +90,7 @@ class _Program:
             self.rows.append(({leaves: 1.0, drops: 1.0}, 1.0))
             if Action.KEEP not in held.choices and Action.OFFLOAD not in held.choices:
                 self.equal.append(({drops: 1.0}, 1.0))
-        num_slots = problem.num_slots
-        self.late = [self._column(math.inf, 1.0) for _ in range(num_slots)]
+        self.late = [self._column(math.inf, 1.0) for _ in range(problem.num_slots)]
         self._replays()
         self._memory(self._lanes())
 
@@ -113,13 +98,6 @@ class _Program:
         self.upper.append(upper)
         self.costs.append(cost)
         return len(self.upper) - 1
-
-    def _gap(self, held: HeldValue, needs: dict[int, int]) -> tuple[int, int]:
-        """Return from where to where a value need not be on the device."""
-        if held.is_anchor:
-            return held.released, max(needs[held.value], held.released)
-        begin = max(held.released, held.saved)
-        return begin, max(min(held.use, held.freed), begin)
 
     def _replays(self) -> None:
         problem, lineage = self.problem, self.problem.lineage
@@ -233,7 +211,7 @@ class _Program:
             bounds=[(0.0, None if most == math.inf else most) for most in self.upper],
             method="highs",
         )
-        if found.status == _INFEASIBLE:
+        if found.status == 2:  # no solution
             return math.inf, 0.0
         if found.status != 0:
             return None

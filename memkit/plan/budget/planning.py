@@ -4,38 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from memkit.core.sizes import format_bytes
 from memkit.errors import BudgetInfeasible
-from memkit.plan.budget.bound import find_bound, why_no_bound
+from memkit.plan.budget.bound import Bound, find_bound, why_no_bound
+from memkit.plan.budget.problem import HeldValue, Problem
 from memkit.plan.budget.search import BOTH, floor_bytes, search_least, search_plan, without_needless_moves
-from memkit.plan.budget.simulate import simulate
+from memkit.plan.budget.simulate import Move, Simulated, simulate
 from memkit.plan.eviction import DTRScore
 from memkit.plan.plans import Action, MemoryPlan, PlannedReplay, PlannedStep, PlannedValue
-from memkit.plan.remat import Walks
+from memkit.plan.remat import Outcome, Walks
 
-if TYPE_CHECKING:
-    from memkit.plan.budget.bound import Bound
-    from memkit.plan.budget.problem import HeldValue, Problem
-    from memkit.plan.budget.simulate import Move, Simulated
-    from memkit.plan.remat import Outcome
-
-_OF_HANDLING = 0.2
-"""A step may take longer on the device by this share of the time the host saves: the device waits for only part of that."""
-
-
-_NUM_RUNGS = 60
-"""Plans that never get slower with the budget are searched for these shares of the plain step's peak."""
-_PAGE_BYTES = 2**12
-"""So much below a share, which may be rounded down."""
-_FEW_RUNGS = 4
-"""After so many the bound is computed anew, and without one no more are looked at."""
-
-
-_TIGHT = 0.5
-"""Where saved tensors may take no more than this share of their bytes, recomputing begins from walks as well: a step takes
-up to 3 % less on ResNet-50 and a Llama, and far less on long chains of convolutions."""
+_FEW_RUNGS = 4  # after so many budgets the bound is computed anew, and without one no more are looked at
 
 
 class JointPlanner:
@@ -43,26 +23,22 @@ class JointPlanner:
 
     def __init__(self, problem: Problem, actions: Collection[Action] = BOTH) -> None:
         self.problem, self.actions = problem, frozenset(actions) & BOTH
-        self.handling_s = 0.0
-        """The host's seconds for a value that goes, if the device waits for them: then fewer, larger values are chosen, though
-        others may be a little quicker on the device. Predictions remain those of the device's time."""
+        self.handling_s = 0.0  # the host's seconds for a value that goes: with them fewer, larger values are chosen
         self.alone = (
             {action: JointPlanner(problem, {action}) for action in sorted(self.actions)} if self.actions == BOTH else {}
         )
         self._found: dict[int, Simulated] = {}
-        self._rungs: dict[int, Simulated] = {}
-        """The same, found without the plans for other budgets."""
+        self._rungs: dict[int, Simulated] = {}  # the same, found without the plans for other budgets
         self._bounds: dict[int, Bound | None] = {}
-        self._spared: dict[int, Simulated] = {}
-        """By budget, the choice that spares the host."""
+        self._spared: dict[int, Simulated] = {}  # by budget, the choice that spares the host
         self._least: Simulated | None = None
         self._walks: Walks | None = None
 
     def _seeds(self, budget_bytes: int) -> list[Outcome]:
-        """Return the drops of `Walk`s whose limit is as far below all saved bytes as the budget is below the plain peak."""
+        """Where room is short, return the drops of `Walk`s: with them a step takes up to 3 % less."""
         problem, step = self.problem, self.problem.trace.step
         limit_bytes = step.saved_bytes - problem.plain_peak_bytes + budget_bytes
-        if self.actions != {Action.RECOMPUTE} or limit_bytes > _TIGHT * step.saved_bytes:
+        if self.actions != {Action.RECOMPUTE} or limit_bytes > 0.5 * step.saved_bytes:
             return []
         if self._walks is None:
             timed = replace(step, lineage=step.lineage.with_seconds(problem.op_s))
@@ -70,28 +46,20 @@ class JointPlanner:
         return self._walks.seeds(limit_bytes)
 
     def least(self) -> Simulated:
-        """Return the step with the fewest bytes that a search for it finds; earlier plans don't change the result."""
         if self._least is None:
             found = [search_least(self.problem, self.actions), *(planner.least() for planner in self.alone.values())]
             self._least = min(found, key=lambda step: (step.peak_bytes, step.seconds))
         return self._least
 
     def best(self, budget_bytes: int) -> Simulated:
-        """Return the step within a budget that is to be followed: the fastest that was found, or one that spares the host."""
         found = self._fastest(budget_bytes)
-        if not self.handling_s:
-            return found
-        if budget_bytes not in self._spared:
-            self._spared[budget_bytes] = self._sparing(found, budget_bytes)
-        return self._spared[budget_bytes]
-
-    def _sparing(self, found: Simulated, budget_bytes: int) -> Simulated:
-        """Return a step with fewer values to handle if that spares the host more than it takes the device; else `found`."""
-        fewer = search_plan(self.problem, budget_bytes, self.actions, handling_s=self.handling_s)
-        spared_s = _OF_HANDLING * self.handling_s * (found.num_handled - fewer.num_handled)
-        if fewer.over_bytes or fewer.seconds > found.seconds + spared_s:
-            return found
-        return without_needless_moves(self.problem, fewer, budget_bytes)
+        if self.handling_s and budget_bytes not in self._spared:
+            fewer = search_plan(self.problem, budget_bytes, self.actions, handling_s=self.handling_s)
+            # the device waits for only a part of the time that the host saves
+            spared_s = 0.2 * self.handling_s * (found.num_handled - fewer.num_handled)
+            is_worse = bool(fewer.over_bytes) or fewer.seconds > found.seconds + spared_s
+            self._spared[budget_bytes] = found if is_worse else without_needless_moves(self.problem, fewer, budget_bytes)
+        return self._spared[budget_bytes] if self.handling_s else found
 
     def _fastest(self, budget_bytes: int) -> Simulated:
         if budget_bytes >= self.problem.plain_peak_bytes:
@@ -105,9 +73,8 @@ class JointPlanner:
         return min(map(_without_excess, known), key=lambda start: start.rank)  # under others since may be better
 
     def _check(self, budget_bytes: int) -> None:
-        least = self.least()
-        if least.peak_bytes > budget_bytes:
-            raise self._infeasible(budget_bytes, least)
+        if self.least().peak_bytes > budget_bytes:
+            raise self._infeasible(budget_bytes, self.least())
 
     def _alone_within(self, budget_bytes: int) -> list[JointPlanner]:
         return [planner for planner in self.alone.values() if planner.least().peak_bytes <= budget_bytes]
@@ -118,14 +85,13 @@ class JointPlanner:
         return without_needless_moves(self.problem, found, budget_bytes)
 
     def steady(self, budget_bytes: int) -> Simulated:
-        """Return the fastest step of those found for shares of the plain step's peak, down from a budget: never slower than
-        that for a smaller one, whatever was asked before. Searches are not monotone; the bound says when to stop."""
+        """Return the fastest step found for a budget or for smaller ones: never slower than that for a smaller one."""
         problem = self.problem
         if budget_bytes >= problem.plain_peak_bytes:
             return simulate(problem, problem.plain, budget_bytes)
         self._check(budget_bytes)
         least_bytes = self.least().peak_bytes
-        shares = [problem.plain_peak_bytes * number // _NUM_RUNGS - _PAGE_BYTES for number in range(_NUM_RUNGS, 0, -1)]
+        shares = [problem.plain_peak_bytes * number // 60 - 2**12 for number in range(60, 0, -1)]  # shares may be rounded down
         rungs = [*(rung for rung in shares if least_bytes < rung <= budget_bytes), least_bytes]
         best, bound = self._rung(rungs[0]), self.bound(budget_bytes)
         for number, rung in enumerate(rungs[1:], 1):
@@ -160,7 +126,6 @@ class JointPlanner:
         return replace(plan, bound_s=None if bound is None else bound.seconds, notes=(*plan.notes, *missing))
 
     def told(self, found: Simulated, budget_bytes: int, least_bytes: int) -> MemoryPlan:
-        """Return a simulated step as a plan; `least_bytes` is the least budget that one was found for."""
         problem, gpu = self.problem, self.problem.gpu
         moves = {move.index: move for move in found.moves}
         replays_s = {replay.index: sum(problem.op_s[op] for op in replay.ops) for replay in found.replays}
@@ -171,7 +136,7 @@ class JointPlanner:
         )
         replays = tuple(
             PlannedReplay(
-                request=self._request_of(replay.point),
+                request=problem.request_at[problem.points[replay.point]],
                 value=problem.values[replay.index].value,
                 ops=replay.ops,
                 stays=tuple(problem.values[index].value for index in replay.stays),
@@ -218,18 +183,14 @@ class JointPlanner:
             planned,
             link_s=link_s,
             copy_at=problem.save_at[problem.points[move.copy]],
-            let_go_at=self._save_of(move.let_go),
-            fetch_at=self._request_of(move.fetch),
-            needed_at=self._request_of(move.need),
+            let_go_at=(
+                problem.save_at[problem.points[move.let_go]]
+                if move.let_go < problem.num_forward_points
+                else len(problem.trace.step.saves)
+            ),
+            fetch_at=problem.request_at[problem.points[move.fetch]],
+            needed_at=problem.request_at[problem.points[move.need]],
         )
-
-    def _save_of(self, point: int) -> int:
-        if point >= self.problem.num_forward_points:
-            return len(self.problem.trace.step.saves)
-        return self.problem.save_at[self.problem.points[point]]
-
-    def _request_of(self, point: int) -> int:
-        return self.problem.request_at[self.problem.points[point]]
 
     def _reason(self, held: HeldValue, action: Action) -> str:
         if held.is_anchor:
@@ -251,8 +212,8 @@ class JointPlanner:
         working = problem.working_bytes[slot]
         held = max(least.peak_bytes - problem.base_bytes - working, 0)
         name = module or problem.trace.model
-        where = ", while ".join([*([f"in {name}"] if name else []), *([f"{op} runs"] if op else [])])
-        where = where if name or not op else f"while {where}"
+        where = (f"in {name}, " if name else "") + (f"while {op} runs" if op else "")
+        where = where.removesuffix(", ")
         return BudgetInfeasible(
             f"a budget of {format_bytes(budget_bytes)} cannot be kept to: the smallest that a plan was found for is "
             f"{format_bytes(least.peak_bytes)}, and none takes less than {format_bytes(floor_bytes(problem))}. "
@@ -270,15 +231,3 @@ def unsure(problem: Problem) -> Iterator[str]:
 
 def _without_excess(start: Simulated) -> Simulated:
     return replace(start, over_bytes=0, excess_bytes=0) if start.excess_bytes else start
-
-
-def plan_budget_jointly(
-    problem: Problem, budget_bytes: int, *, actions: Collection[Action] = BOTH, with_bound: bool = False
-) -> MemoryPlan:
-    """Return the best mix of keep, offload and recompute that was found for a budget of the whole device: never slower than
-    the best plan of one of `actions` alone, or than that for a smaller budget."""
-    return JointPlanner(problem, actions).plan(budget_bytes, with_bound=with_bound, is_steady=True)
-
-
-def least_budget(problem: Problem, *, actions: Collection[Action] = BOTH) -> int:
-    return JointPlanner(problem, actions).least().peak_bytes

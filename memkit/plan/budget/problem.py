@@ -4,41 +4,26 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from memkit.plan.plans import Action
-from memkit.plan.step import NO_OP, Lineage
+from memkit.plan.gpu import GpuSpec
+from memkit.plan.plans import NEVER, Action
+from memkit.plan.step import NO_OP, Lifetime, Lineage, StepTrace
 from memkit.plan.timeline import Levels
-
-if TYPE_CHECKING:
-    from memkit.plan.gpu import GpuSpec
-    from memkit.plan.step import Lifetime, StepTrace
-
-NEVER = -1
-"""The point of what does not happen."""
-_ANY = frozenset(Action)
-_KEEP = frozenset({Action.KEEP})
-_MOVE = frozenset({Action.KEEP, Action.OFFLOAD})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldValue:
-    """A value that something can be decided on: a saved one, or an *anchor*, which replays may start from if it is held.
-
-    All its moments are slots. To recompute an anchor is not to hold it.
-    """
+    """A value that something can be decided on: a saved one, or an *anchor*, which replays may start from if it is held, and
+    which is not held if it is recomputed. All its moments are slots."""
 
     value: int
     num_bytes: int
     made: int
-    saved: int
-    """Its first save; of an anchor the first save after it was made."""
-    released: int
-    """From here on nobody but autograd holds it, and for an anchor nobody at all."""
-    use: int
-    """Its first request; of an anchor the first slot behind the step."""
+    saved: int  # its first save; of an anchor the first save after it was made
+    released: int  # from here on nobody but autograd holds it, and for an anchor nobody at all
+    use: int  # its first request; of an anchor the first slot behind the step
     freed: int
     choices: frozenset[Action]
     is_anchor: bool = False
@@ -46,41 +31,26 @@ class HeldValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One step on one GPU.
-
-    A *slot* is what runs between two of the moments at which something is saved, asked for, made, released or freed. A *point*
-    is a slot that begins with a save or a request: only there can anything be done. The first point is the begin of the step.
-    """
+    """One step on one GPU. A *slot* is what runs between two moments at which something is saved, asked for, made, released or
+    freed. A *point* is a slot that begins with a save or a request: only there can anything be done."""
 
     trace: StepTrace
     gpu: GpuSpec
-    base_bytes: int
-    """What is there all along: parameters, buffers, inputs, optimizer states."""
-    places: tuple[int, ...]
-    """For each slot, how many ops have run when it begins."""
-    starts_s: tuple[float, ...]
-    """When each slot begins in the plain step; behind the last, when the step ends."""
-    working_bytes: tuple[int, ...]
-    """The most bytes in each slot, beside the base and the saved values."""
-    request_bytes: tuple[int, ...]
-    """The same as each slot begins: what replays come on top of."""
-    values: tuple[HeldValue, ...]
-    """Saved ones in the order of first saves, then anchors."""
-    index: Mapping[int, int]
-    """The place of each value of the lineage among `values`."""
+    base_bytes: int  # what is there all along: parameters, buffers, inputs, optimizer states
+    places: tuple[int, ...]  # for each slot, how many ops have run when it begins
+    starts_s: tuple[float, ...]  # when each slot begins in the plain step; behind the last, when the step ends
+    working_bytes: tuple[int, ...]  # the most bytes in each slot, beside the base and the saved values
+    request_bytes: tuple[int, ...]  # the same as each slot begins: what replays come on top of
+    values: tuple[HeldValue, ...]  # saved ones in the order of first saves, then anchors
+    index: Mapping[int, int]  # the place of each value of the lineage among `values`
     points: tuple[int, ...]
-    num_forward_points: int
-    """The first point with a request."""
+    num_forward_points: int  # the first point with a request
     op_s: tuple[float, ...]
-    retained: Mapping[int, tuple[int, int]]
-    """Roots that are no values of the problem and are gone unless they are held: from which slot on, and bytes."""
-    plain: tuple[Action, ...]
-    """The plain step: all saved values stay, no anchor is held."""
+    retained: Mapping[int, tuple[int, int]]  # other roots that are gone unless held: from which slot on, and bytes
+    plain: tuple[Action, ...]  # the plain step: all saved values stay, no anchor is held
     plain_peak_bytes: int
-    save_at: Mapping[int, int] = field(default_factory=dict)
-    """The last save of the step at each slot where one is."""
-    request_at: Mapping[int, int] = field(default_factory=dict)
-    """The first request of the step at each slot where one is."""
+    save_at: Mapping[int, int]  # the last save of the step at each slot where one is
+    request_at: Mapping[int, int]  # the first request of the step at each slot where one is
 
     @property
     def lineage(self) -> Lineage:
@@ -108,20 +78,14 @@ class Problem:
         if place < trace.num_forward_ops:
             made = bisect_left(trace.op_places, place)
             calls = [call for call in trace.modules if call.begin <= made < call.end]
-            return (calls[-1].module if calls else self._named_before(made)), op
-        asked = bisect_right(trace.use_places, place) - 1
-        while asked >= 0:
-            module = trace.names.get(trace.step.uses[asked], ("", ""))[1]
-            if module:
-                return module, op
-            asked -= 1
-        return "", op
-
-    def _named_before(self, op: int) -> str:
-        """Return the module of the last saved value that was made by then, where calls of modules were not noted."""
-        names, outs = self.trace.names, self.lineage.outs
-        found = (names[value][1] for made in range(min(op, len(outs) - 1), -1, -1) for value in outs[made] if value in names)
-        return "" if self.trace.modules else next(found, "")
+            if calls or trace.modules:
+                return (calls[-1].module if calls else ""), op
+            # where calls of modules were not noted: that of the last saved value that was made by then
+            values = (value for outs in reversed(self.lineage.outs[: made + 1]) for value in outs if value in trace.names)
+            return next((trace.names[value][1] for value in values), ""), op
+        asked = reversed(trace.step.uses[: bisect_right(trace.use_places, place)])
+        modules = (trace.names.get(value, ("", ""))[1] for value in asked)
+        return next(filter(None, modules), ""), op
 
 
 def make_problem(
@@ -132,7 +96,10 @@ def make_problem(
     first_use = dict(zip(reversed(step.uses), reversed(trace.use_places), strict=True))
     saved = {value: trace.lifetimes[value] for value in dict.fromkeys(step.saves) if value in trace.lifetimes}
     anchors = _anchors(trace, saved)
-    places = _cuts(trace, [*saved.values(), *anchors.values()])
+    cuts = {0, trace.num_forward_ops, *trace.save_places, *trace.use_places}
+    for life in (*saved.values(), *anchors.values()):
+        cuts.update((life.made_at, life.released_at, life.freed_at))
+    places = sorted(place for place in cuts if 0 <= place < num_ops) or [0]
     num_slots = len(places)
 
     def slot(place: int) -> int:
@@ -142,45 +109,46 @@ def make_problem(
     if seconds is None:
         seconds = [gpu.seconds(op, is_backward=index >= trace.num_forward_ops) for index, op in enumerate(trace.ops)]
     reached = [0.0, *accumulate(seconds)]
-    beside = _beside(trace, saved)
+    of_saved = Levels(num_ops)
+    for value, life in saved.items():
+        of_saved.add(max(life.made_at, 0), min(life.freed_at, num_ops), lineage.num_bytes[value])
+    beside = [max(live - held, 0) for live, held in zip(trace.live_bytes, of_saved.each(), strict=False)]
     ends = [*places[1:], num_ops]
     working = tuple(max(beside[begin:end], default=0) for begin, end in zip(places, ends, strict=True))
-    asked = tuple(beside[begin - 1] if begin else 0 for begin in places)
     save_slots = [slot(place) for place in trace.save_places]
     use_slots = [slot(place) for place in trace.use_places]
     turn = slot(trace.num_forward_ops)
     points = sorted({0, *(at for at in save_slots if at < turn), *(at for at in use_slots if turn <= at < num_slots)})
-    values: list[HeldValue] = []
-    for value, life in saved.items():
-        use, released, saved_at = slot(first_use.get(value, num_ops)), slot(life.released_at), slot(first_save[value])
-        values.append(
-            HeldValue(
-                value=value,
-                num_bytes=lineage.num_bytes[value],
-                made=slot(life.made_at),
-                saved=saved_at,
-                released=min(released, num_slots),
-                use=use,
-                freed=slot(life.freed_at),
-                choices=_choices(trace, value, is_movable=released < use and turn <= use < num_slots and saved_at < turn),
-            )
+
+    def held_value(value: int, life: Lifetime) -> HeldValue:
+        made, released, is_anchor = slot(life.made_at), slot(life.released_at), value in anchors
+        if is_anchor:
+            after, released, use = bisect_left(points, made + 1), min(released, turn), num_slots
+            saved_at = points[after] if after < len(points) and points[after] < turn else NEVER
+            choices = {*Action} if saved_at != NEVER else {Action.RECOMPUTE, Action.KEEP}
+        else:
+            use, saved_at = slot(first_use.get(value, num_ops)), slot(first_save[value])
+            is_movable = released < use and turn <= use < num_slots and saved_at < turn
+            can_be_made = lineage.maker[value] != NO_OP
+            if not is_movable or (value in step.fixed and can_be_made):
+                choices = {Action.KEEP}
+            elif not can_be_made:
+                choices = {Action.KEEP, Action.OFFLOAD}
+            else:
+                choices = {Action.RECOMPUTE} if value in step.dropped else {*Action}
+        return HeldValue(
+            value=value,
+            num_bytes=lineage.num_bytes[value],
+            made=made,
+            saved=saved_at,
+            released=released,
+            use=use,
+            freed=released if is_anchor else slot(life.freed_at),
+            choices=frozenset(choices),
+            is_anchor=is_anchor,
         )
-    for value, life in anchors.items():
-        after, released = bisect_left(points, slot(life.made_at) + 1), min(slot(life.released_at), turn)
-        copied = points[after] if after < len(points) and points[after] < turn else NEVER
-        values.append(
-            HeldValue(
-                value=value,
-                num_bytes=lineage.num_bytes[value],
-                made=slot(life.made_at),
-                saved=copied,
-                released=released,
-                use=num_slots,
-                freed=released,
-                choices=_ANY if copied != NEVER else frozenset({Action.RECOMPUTE, Action.KEEP}),
-                is_anchor=True,
-            )
-        )
+
+    values = [held_value(value, life) for value, life in (*saved.items(), *anchors.items())]
     index = {held.value: place for place, held in enumerate(values)}
     levels = Levels(num_slots)
     for held in values:
@@ -194,7 +162,7 @@ def make_problem(
         places=tuple(places),
         starts_s=tuple(reached[place] for place in (*places, num_ops)),
         working_bytes=working,
-        request_bytes=asked,
+        request_bytes=tuple(beside[begin - 1] if begin else 0 for begin in places),
         values=tuple(values),
         index=index,
         points=tuple(points),
@@ -214,16 +182,6 @@ def make_problem(
     )
 
 
-def _choices(trace: StepTrace, value: int, *, is_movable: bool) -> frozenset[Action]:
-    step = trace.step
-    can_be_made = step.lineage.maker[value] != NO_OP
-    if not is_movable or (value in step.fixed and can_be_made):
-        return _KEEP
-    if not can_be_made or value in step.fixed:
-        return _MOVE
-    return frozenset({Action.RECOMPUTE}) if value in step.dropped else _ANY
-
-
 def _anchors(trace: StepTrace, saved: Mapping[int, Lifetime]) -> dict[int, Lifetime]:
     lineage = trace.step.lineage
     ops, pending = set[int](), list(saved)
@@ -239,18 +197,3 @@ def _anchors(trace: StepTrace, saved: Mapping[int, Lifetime]) -> dict[int, Lifet
         for value in sorted(read - saved.keys() - written)
         if lineage.maker[value] != NO_OP and value in trace.lifetimes
     }
-
-
-def _cuts(trace: StepTrace, lifetimes: list[Lifetime]) -> list[int]:
-    cuts = {0, trace.num_forward_ops, *trace.save_places, *trace.use_places}
-    for life in lifetimes:
-        cuts.update((life.made_at, life.released_at, life.freed_at))
-    return sorted(place for place in cuts if 0 <= place < len(trace.ops)) or [0]
-
-
-def _beside(trace: StepTrace, saved: Mapping[int, Lifetime]) -> list[int]:
-    """Return for each op the bytes that are neither base nor saved values."""
-    levels = Levels(len(trace.ops))
-    for value, life in saved.items():
-        levels.add(max(life.made_at, 0), min(life.freed_at, len(trace.ops)), trace.step.lineage.num_bytes[value])
-    return [max(live - held, 0) for live, held in zip(trace.live_bytes, levels.each(), strict=False)]

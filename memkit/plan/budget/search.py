@@ -1,5 +1,4 @@
-"""Searches for a plan: offload while the link has time, drop the cheapest values per byte until the step fits, start from cuts
-as checkpointing does, and improve the best of these by single changes. No single search is the best for every step."""
+"""Searches for a plan, in several ways, since none is the best for every step, and improves the best by single changes."""
 
 from __future__ import annotations
 
@@ -8,51 +7,21 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from operator import add
-from typing import TYPE_CHECKING
 
-from memkit.plan.budget.simulate import ReplayCosts, dropped_of, simulate
+from memkit.plan.budget.problem import Problem
+from memkit.plan.budget.simulate import ReplayCosts, Simulated, simulate
 from memkit.plan.plans import Action
 from memkit.plan.remat import CutPlaces, Outcome
 from memkit.plan.step import NO_OP
 from memkit.plan.timeline import Levels
 
-if TYPE_CHECKING:
-    from memkit.plan.budget.problem import Problem
-    from memkit.plan.budget.simulate import Simulated
-
-
 _KEEP, _OFFLOAD, _RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
-_NUM_ANCHORS = 3
-"""Of the anchors that a value is made from so many of the nearest are looked at."""
-_MOST_OPS_UP = 60
-"""They are looked for among so many ops before it."""
-_ANCHOR_SHARE = 0.76
-"""An anchor takes the place of a value if it has no more than this share of its bytes."""
-_AT_ONCE = 0.6
-"""This share of the bytes above the budget is dropped before the step is simulated again: dropping moves the worst slot."""
-_FEW_BYTES = 256 * 2**20
-"""If at most these bytes are above the budget, all of them are dropped at once."""
-_MOST_ROUNDS = 80
-_SLACK = 3.0
-_LITTLE = 0.5
-"""Once a plan fits, the search skips plans whose replays take `_SLACK` times its cost and this share of the plain step:
-less expensive ones may yet be improved."""
-_MOVED = 3
-_MOST_REPLAYED = 4.0
-"""The search skips plans whose replays take longer than this many plain steps."""
-_MOST_STALE = 5
-"""So many rounds in a row may bring nothing."""
+_MOST_STALE = 5  # so many rounds in a row may bring nothing
 
 
 class Search:
     def __init__(
-        self,
-        problem: Problem,
-        budget_bytes: int,
-        allowed: Collection[Action],
-        *,
-        most_simulated: int,
-        handling_s: float = 0.0,
+        self, problem: Problem, budget_bytes: int, allowed: Collection[Action], *, most_simulated: int, handling_s: float = 0.0
     ) -> None:
         self.problem, self.budget_bytes, self.most_simulated = problem, budget_bytes, most_simulated
         self.handling_s = handling_s
@@ -70,10 +39,10 @@ class Search:
         return self.num_simulated >= self.most_simulated
 
     def simulate(self, actions: Sequence[Action]) -> Simulated:
-        most_s = _MOST_REPLAYED * self.problem.plain_s
-        if not self.best.over_bytes:
-            beside_s = self.best.seconds - self.problem.plain_s
-            most_s = min(most_s, max(_SLACK * beside_s, _LITTLE * self.problem.plain_s))
+        plain_s = self.problem.plain_s
+        most_s = 4.0 * plain_s  # longer replays are given up
+        if not self.best.over_bytes:  # less expensive plans may yet be improved
+            most_s = min(most_s, max(3.0 * (self.best.seconds - plain_s), 0.5 * plain_s))
         found = simulate(self.problem, actions, self.budget_bytes, most_replayed_s=most_s)
         self.num_simulated += 1
         self.consider(found)
@@ -86,8 +55,7 @@ class Search:
             self.least = found
 
     def price(self, costs: ReplayCosts, index: int, actions: Sequence[Action]) -> tuple[float, int]:
-        """Return the least seconds for each byte that dropping a value takes: alone, or with an anchor held for it; and that
-        anchor, -1 where alone is cheaper."""
+        """Return the least seconds per byte of dropping a value, and the anchor that is then held for it, or -1."""
         held = self.problem.values[index]
         best, with_anchor = (costs.cost(held.value) + self.handling_s) / held.num_bytes, -1
         for place in self.near_anchors[index]:
@@ -98,16 +66,8 @@ class Search:
                     best, with_anchor = cost_s / (held.num_bytes - anchor.num_bytes), place
         return best, with_anchor
 
-    def prices(self, costs: ReplayCosts, actions: Sequence[Action]) -> list[float]:
-        """Return the seconds per byte of dropping each value; infinity if it can't be dropped."""
-        return [
-            self.price(costs, index, actions)[0] if self.can_drop[index] and actions[index] is not _RECOMPUTE else math.inf
-            for index in range(len(actions))
-        ]
-
     def fill_link(self, actions: Sequence[Action], prices: Sequence[float], *, share: float = 1.0) -> list[Action]:
-        """Return the plan where, whenever the lane out is idle in the first `share` of the forward, the most expensive value
-        there is put on it. A value with a negative price stays; a dropped one may leave as well."""
+        """Put the most expensive value on the lane out whenever it is idle; one with a negative price stays."""
         problem, gpu, values, starts_s = self.problem, self.problem.gpu, self.problem.values, self.problem.starts_s
         if problem.num_forward_points >= len(problem.points):
             return list(actions)
@@ -121,7 +81,7 @@ class Search:
         while position < len(leaving) or waiting:
             while position < len(leaving) and starts_s[leaving[position][0]] <= now_s + 1e-12:
                 index = leaving[position][1]
-                price = prices[index] - _MOVED * self.handling_s / values[index].num_bytes
+                price = prices[index] - 3 * self.handling_s / values[index].num_bytes
                 heapq.heappush(waiting, (-price, -values[index].num_bytes, index))
                 position += 1
             if not waiting:
@@ -141,10 +101,9 @@ class Search:
         """Drop the cheapest value for its bytes at the worst slot until the step fits; None if it never does."""
         problem, values, current = self.problem, self.problem.values, list(actions)
         costs = ReplayCosts(problem, current)
-        known = [0.0] * len(values)
-        """The price that each value had when it was looked at last: it is looked at again before it is dropped."""
+        known = [0.0] * len(values)  # the price of each value as of the last look; it is looked at again before it is dropped
         stale, least = 0, math.inf
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(80):
             found = self.simulate(current)
             if not found.over_bytes:
                 return found
@@ -162,7 +121,8 @@ class Search:
             if not cheapest:
                 break
             heapq.heapify(cheapest)
-            wanted = found.over_bytes * (_AT_ONCE if found.over_bytes > _FEW_BYTES else 1.0)
+            # dropping moves the worst slot: of many bytes a part is dropped, then the step is simulated again
+            wanted = found.over_bytes * (0.6 if found.over_bytes > 256 * 2**20 else 1.0)
             while cheapest and wanted > 0:
                 index = heapq.heappop(cheapest)[1]
                 price, anchor = self.price(costs, index, current)
@@ -177,7 +137,7 @@ class Search:
                     costs.hold(values[anchor].value)
                     wanted += values[anchor].num_bytes
                 current[index] = _RECOMPUTE
-                for op in costs.drop_telling(values[index].value):
+                for op in costs.drop(values[index].value):
                     for made in problem.lineage.outs[op]:
                         if made in problem.index:
                             known[problem.index[made]] = 0.0
@@ -210,7 +170,6 @@ class Search:
         return None if found.over_bytes else found
 
     def offload_alone(self) -> None:
-        """Let as few of the first saves leave as do."""
         order = [index for index, held in enumerate(self.problem.values) if self.can_leave[index] and not held.is_anchor]
 
         def first(number: int) -> list[Action]:
@@ -227,14 +186,14 @@ class Search:
 
 
 def nearest_anchors(problem: Problem) -> list[tuple[int, ...]]:
-    """Return for each value the smaller anchors that it is made from, as places in `Problem.values`, the last made first."""
+    """Return for each value the nearest smaller anchors that it is made from, as places in `Problem.values`."""
     lineage, index_of, values = problem.lineage, problem.index, problem.values
     found: list[tuple[int, ...]] = []
     for held in values:
         anchors = set[int]()
         if not held.is_anchor:
             seen, pending = set[int](), [held.value]
-            while pending and len(seen) < _MOST_OPS_UP:
+            while pending and len(seen) < 60:
                 op = lineage.maker[pending.pop()]
                 if op == NO_OP or op in seen:
                     continue
@@ -245,22 +204,17 @@ def nearest_anchors(problem: Problem) -> list[tuple[int, ...]]:
                         pending.append(source)
                     elif values[place].is_anchor:
                         pending.append(source)
-                        if values[place].num_bytes <= _ANCHOR_SHARE * held.num_bytes:
+                        if values[place].num_bytes <= 0.76 * held.num_bytes:
                             anchors.add(place)
-        found.append(tuple(sorted(anchors, key=lambda place: -values[place].made)[:_NUM_ANCHORS]))
+        found.append(tuple(sorted(anchors, key=lambda place: -values[place].made)[:3]))
     return found
 
 
-_LESS_S = 1e-9
-"""A plan is better if it takes so much less."""
 _NUM_PAIRED = 12
-_NUM_MOVES = 150
-_NUM_SPARED = 40
-"""So many steps are looked at to move less."""
 
 
 def is_better(found: Simulated, than: Simulated) -> bool:
-    return (found.excess_bytes, found.seconds) < (than.excess_bytes, than.seconds - _LESS_S)
+    return (found.excess_bytes, found.seconds) < (than.excess_bytes, than.seconds - 1e-9)
 
 
 def keep_what_fits(search: Search, found: Simulated) -> Simulated:
@@ -271,7 +225,11 @@ def keep_what_fits(search: Search, found: Simulated) -> Simulated:
         actions = list(found.actions)
         costs = ReplayCosts(problem, actions)
         levels, back = list(found.levels), list[int]()
-        gains = [(-costs.gain(values[index].value), index) for index in dropped_of(problem, actions) if search.can_keep[index]]
+        gains = [
+            (-costs.gain(held.value), index)
+            for index, (held, action) in enumerate(zip(values, actions, strict=True))
+            if action is _RECOMPUTE and not held.is_anchor and search.can_keep[index]
+        ]
         for gain, index in sorted(gains):
             if gain >= 0:
                 break
@@ -289,7 +247,7 @@ def keep_what_fits(search: Search, found: Simulated) -> Simulated:
 
 
 def refill_link(search: Search, found: Simulated) -> Simulated:
-    """Return the step with the link filled anew, by the most expensive of the values that are now dropped or moved."""
+    """Return the step with the link filled anew, by the most expensive values that are dropped or moved."""
     problem, values = search.problem, search.problem.values
     dropped = [
         _RECOMPUTE if action is _OFFLOAD and search.can_drop[index] else _KEEP if action is _OFFLOAD else action
@@ -309,7 +267,7 @@ def refill_link(search: Search, found: Simulated) -> Simulated:
 
 
 def change_single_actions(search: Search, found: Simulated) -> None:
-    """Change single actions, and pairs, as long as that helps, the most promising first."""
+    """Change single actions, and pairs, as long as that helps."""
     problem, values = search.problem, search.problem.values
     while not search.is_spent:
         actions = found.actions
@@ -330,7 +288,7 @@ def change_single_actions(search: Search, found: Simulated) -> None:
                 if gain + price * values[index].num_bytes < 0:
                     moves.append((gain + price * values[index].num_bytes, [change, (index, _RECOMPUTE)]))
         moves.sort(key=lambda move: move[0])
-        for _, changes in moves[:_NUM_MOVES]:
+        for _, changes in moves[:150]:
             if search.is_spent:
                 return
             better = _with(search, found, changes)
@@ -349,11 +307,10 @@ def _with(search: Search, found: Simulated, changes: Sequence[tuple[int, Action]
 
 
 def without_needless_moves(problem: Problem, found: Simulated, budget_bytes: int) -> Simulated:
-    """Return a step that is as fast, and moves less where it can: copies that hide behind the computation are not free, since
-    they take of the memory's speed."""
+    """Return a step that is as fast and moves less: copies take of the memory's speed even if they hide."""
     moved = sorted((move.index for move in found.moves), key=lambda index: -problem.values[index].num_bytes)
     place, size = 0, len(moved)
-    for _ in range(_NUM_SPARED):
+    for _ in range(40):
         if place >= len(moved):
             break
         actions = list(found.actions)
@@ -370,18 +327,7 @@ def without_needless_moves(problem: Problem, found: Simulated, budget_bytes: int
 
 
 BOTH = frozenset({_OFFLOAD, _RECOMPUTE})
-_SHARES = (1.0, 0.8, 1.06)
-"""How full the lane out is."""
-_MILD = 1.08
-"""Cuts are tried where the step takes longer than so many times the plain one."""
 _SIMULATED_ALONE = 150
-_SIMULATED = 190
-"""So many plans are simulated, about, with one mechanism and with both."""
-_LARGE = 160
-"""Of steps with more values fewer plans are simulated, about in inverse proportion."""
-_FEWEST = 24
-_NUM_LEAST = 2
-"""From so many of the plans that take the fewest bytes on, more is let go to find the least budget."""
 
 
 def search_plan(
@@ -394,8 +340,8 @@ def search_plan(
     handling_s: float = 0.0,
 ) -> Simulated:
     """Return the best step that was found; above the budget only if none was found that is not."""
-    most = _SIMULATED if set(allowed) >= BOTH else _SIMULATED_ALONE
-    most_simulated = max(_FEWEST, min(most, most * _LARGE // max(len(problem.values), 1)))
+    most = 190 if set(allowed) >= BOTH else _SIMULATED_ALONE
+    most_simulated = max(24, min(most, most * 160 // max(len(problem.values), 1)))  # fewer for more than 160 values
     search = Search(problem, budget_bytes, allowed, most_simulated=most_simulated, handling_s=handling_s)
     if not search.best.over_bytes:
         return search.best
@@ -408,10 +354,14 @@ def search_plan(
         return search.best
     _grow_all(search)
     for seed in seeds:
-        found = search.simulate(_actions_of(problem, seed))
+        actions = [
+            _RECOMPUTE if held.value in seed.dropped or (held.is_anchor and held.value not in seed.anchors) else _KEEP
+            for held in problem.values
+        ]
+        found = search.simulate(actions)
         if not found.over_bytes:
             keep_what_fits(search, found)
-    if search.best.over_bytes or search.best.seconds > _MILD * problem.plain_s:
+    if search.best.over_bytes or search.best.seconds > 1.08 * problem.plain_s:
         tried = [search.simulate(actions) for actions in _cut_plans(search)]
         fitting = sorted((found for found in tried if not found.over_bytes), key=lambda found: found.seconds)
         for found in fitting[:2] or sorted(tried, key=lambda found: found.excess_bytes)[:1]:
@@ -425,15 +375,7 @@ def search_plan(
     return search.best
 
 
-def _actions_of(problem: Problem, seed: Outcome) -> list[Action]:
-    return [
-        _RECOMPUTE if held.value in seed.dropped or (held.is_anchor and held.value not in seed.anchors) else _KEEP
-        for held in problem.values
-    ]
-
-
 def search_least(problem: Problem, allowed: Collection[Action] = BOTH) -> Simulated:
-    """Return the step with the fewest bytes that a short search finds."""
     floor = floor_bytes(problem)
     search = Search(problem, floor, allowed, most_simulated=_SIMULATED_ALONE)
     values = problem.values
@@ -451,7 +393,7 @@ def search_least(problem: Problem, allowed: Collection[Action] = BOTH) -> Simula
                     _OFFLOAD if action is _KEEP and search.can_leave[index] else action for index, action in enumerate(actions)
                 )
                 tried.append(search.simulate(leaving))
-    for start in sorted(tried, key=lambda found: (found.peak_bytes, found.seconds))[:_NUM_LEAST]:
+    for start in sorted(tried, key=lambda found: (found.peak_bytes, found.seconds))[:2]:  # more is let go from the two least
         search.grow(start.actions)
     return search.least
 
@@ -476,9 +418,14 @@ def _grow_all(search: Search) -> None:
         return
     costs = ReplayCosts(problem, plain)
     prices = [
-        -1.0 if held.is_anchor else price for held, price in zip(problem.values, search.prices(costs, plain), strict=True)
+        -1.0
+        if held.is_anchor
+        else search.price(costs, index, plain)[0]
+        if search.can_drop[index] and plain[index] is not _RECOMPUTE
+        else math.inf
+        for index, held in enumerate(problem.values)
     ]
-    for share in _SHARES:
+    for share in (1.0, 0.8, 1.06):  # how full the lane out is
         if search.is_spent:
             return
         search.grow(search.fill_link(plain, prices, share=share))

@@ -1,74 +1,56 @@
-"""The seconds and bytes of a step under one action for each value, with the moments of its copies and its replays.
-
-The bytes on the device follow from saves and requests alone: clocks decide at which of them a copy is let go as the plan is
-made, and from then on compute waits there for the copy. So a link that is slower than expected costs time, never bytes.
-"""
+"""The seconds and bytes of a step under one action for each value, with the moments of its copies and its replays. Bytes follow
+from saves and requests alone, where compute waits for copies: a link slower than expected costs time, never bytes."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import add
-from typing import TYPE_CHECKING
 
+from memkit.plan.budget.problem import Problem
 from memkit.plan.plans import Action
 from memkit.plan.step import NO_OP, Lineage
 from memkit.plan.timeline import Lane, Levels, Timeline
 
-if TYPE_CHECKING:
-    from memkit.plan.budget.problem import Problem
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """One value that leaves and comes back. All its moments are points of the problem."""
+    """One value that leaves and comes back; all its moments are points of the problem."""
 
-    index: int
-    """Its place in `Problem.values`."""
+    index: int  # its place in `Problem.values`
     copy: int
-    let_go: int
-    """When compute waits for that copy, and the device forgets the value."""
+    let_go: int  # when compute waits for that copy, and the device forgets the value
     fetch: int
-    need: int
-    """When compute waits for that one: its first request, or the first replay that reads it."""
+    need: int  # when compute waits for that one: its first request, or the first replay that reads it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedReplay:
-    """The ops that one request runs again."""
-
-    index: int
-    """The requested value's place in `Problem.values`."""
+    index: int  # the requested value's place in `Problem.values`
     point: int
     ops: tuple[int, ...]
-    stays: tuple[int, ...]
-    """Other dropped values that are made on the way and stay until they are freed, by their places in `Problem.values`."""
+    stays: tuple[int, ...]  # other values that are made on the way and stay, by their places in `Problem.values`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    actions: tuple[Action, ...]
-    """As carried out: a value whose bytes would not be freed in between stays; an anchor that no replay reads isn't held."""
+    actions: tuple[Action, ...]  # as carried out: what would free nothing stays, and an anchor that no replay reads isn't held
     seconds: float
     peak_bytes: int
-    over_bytes: int
-    """Bytes above the budget at the worst slot; 0 if it fits."""
-    excess_bytes: int
-    """The same, summed over all points."""
+    over_bytes: int  # bytes above the budget at the worst slot; 0 if it fits
+    excess_bytes: int  # the same, summed over all points
     worst_slot: int = 0
     replayed_s: float
     stall_s: float = 0.0
     moved_bytes: int = 0
     moves: tuple[Move, ...] = ()
     replays: tuple[SimulatedReplay, ...] = ()
-    held_until: dict[int, int] = field(default_factory=dict)
-    """For each value of the lineage that a replay reads, the slot of the last such replay: until then it is held."""
-    levels: tuple[int, ...]
-    """The most bytes from each point to the next, without the base and values fetched before they are needed."""
+    held_until: dict[int, int] = field(default_factory=dict)  # for each value that replays read, the last such slot
+    levels: tuple[int, ...]  # the most bytes from each point to the next, but base and values fetched early
 
     @property
     def num_handled(self) -> int:
@@ -81,10 +63,7 @@ class Simulated:
 
 
 class ReplayCosts:
-    """The ops that make all dropped values from the values on the device, each op counted once.
-
-    An op runs again if a request, or another op that runs again, wants an output of it that is not on the device.
-    """
+    """The ops that make all dropped values from the values on the device, each op counted once."""
 
     __slots__ = ("_anchors", "_ins", "_is_there", "_maker", "_num_wanted", "_op_s", "_wanting", "seconds")
 
@@ -93,10 +72,8 @@ class ReplayCosts:
         self._maker, self._ins, self._op_s = lineage.maker, lineage.ins, problem.op_s
         self._anchors = frozenset(held.value for held in problem.values if held.is_anchor)
         self._is_there = bytearray(len(lineage.maker))
-        self._wanting = [0] * len(lineage.maker)
-        """How many ops that run again, and requests, want each value that is not there, or would if it were not."""
+        self._wanting = [0] * len(lineage.maker)  # how many ops that run again, and requests, want each value
         self._num_wanted = [0] * len(lineage.ins)
-        """How many of its results make each op run again."""
         self.seconds = 0.0
         for held, action in zip(problem.values, actions, strict=True):
             self._is_there[held.value] = action is not Action.RECOMPUTE or not held.is_anchor
@@ -104,81 +81,63 @@ class ReplayCosts:
             if action is Action.RECOMPUTE and not held.is_anchor:
                 self.drop(held.value)
 
-    def drop(self, value: int) -> float:
-        before_s = self.seconds
-        self.drop_telling(value)
-        return self.seconds - before_s
-
-    def drop_telling(self, value: int) -> list[int]:
+    def drop(self, value: int) -> list[int]:
         """Let a value that was there be gone; return the ops that run again because of that, and did not before."""
         self._is_there[value] = 0
         if value not in self._anchors:
             self._wanting[value] += 1
-        return self._want(value) if self._wanting[value] else []
+        return self._count(value, 1) if self._wanting[value] else []
 
-    def hold(self, value: int) -> float:
-        before_s = self.seconds
+    def hold(self, value: int) -> None:
         if self._wanting[value]:
-            self._leave(value)
+            self._count(value, -1)
         if value not in self._anchors:
             self._wanting[value] -= 1
         self._is_there[value] = 1
-        return before_s - self.seconds
 
     def cost(self, value: int) -> float:
-        cost_s = self.drop(value)
+        before_s = self.seconds
+        self.drop(value)
+        cost_s = self.seconds - before_s
         self.hold(value)
         return cost_s
 
-    def gain(self, value: int) -> float:
-        gain_s = self.hold(value)
-        self.drop(value)
-        return gain_s
-
     def cost_beside(self, value: int, anchor: int) -> float:
         """Return the seconds that it takes more without a value, if an anchor that is not held is held for it."""
-        gain_s = self.hold(anchor)
-        cost_s = self.drop(value)
-        self.hold(value)
+        before_s = self.seconds
+        self.hold(anchor)
+        gain_s, cost_s = before_s - self.seconds, self.cost(value)
         self.drop(anchor)
         return cost_s - gain_s
 
-    def _want(self, value: int) -> list[int]:
-        maker, ins, num_wanted, wanting, is_there = self._maker, self._ins, self._num_wanted, self._wanting, self._is_there
-        pending, added = [value], list[int]()
-        while pending:
-            op = maker[pending.pop()]
-            if op == NO_OP:
-                continue
-            num_wanted[op] += 1
-            if num_wanted[op] == 1:
-                added.append(op)
-                self.seconds += self._op_s[op]
-                for source in ins[op]:
-                    wanting[source] += 1
-                    if wanting[source] == 1 and not is_there[source]:
-                        pending.append(source)
-        return added
+    def gain(self, value: int) -> float:
+        before_s = self.seconds
+        self.hold(value)
+        gain_s = before_s - self.seconds
+        self.drop(value)
+        return gain_s
 
-    def _leave(self, value: int) -> None:
+    def _count(self, value: int, change: int) -> list[int]:
+        """Let one more, or one less, want a value that is not there; return the ops that begin, or cease, to run again."""
         maker, ins, num_wanted, wanting, is_there = self._maker, self._ins, self._num_wanted, self._wanting, self._is_there
-        pending = [value]
+        pending, changed, edge = [value], list[int](), max(change, 0)
         while pending:
             op = maker[pending.pop()]
             if op == NO_OP:
                 continue
-            num_wanted[op] -= 1
-            if num_wanted[op] == 0:
-                self.seconds -= self._op_s[op]
+            num_wanted[op] += change
+            if num_wanted[op] == edge:
+                changed.append(op)
+                self.seconds += change * self._op_s[op]
                 for source in ins[op]:
-                    wanting[source] -= 1
-                    if wanting[source] == 0 and not is_there[source]:
+                    wanting[source] += change
+                    if wanting[source] == edge and not is_there[source]:
                         pending.append(source)
+        return changed
 
 
 def reads_of(problem: Problem, dropped: Iterable[int], is_there: bytearray) -> dict[int, int]:
-    """Return the slots at which replays of the dropped values, in this order, first read each value on the device and each
-    retained root, if no intermediate stays."""
+    """Return the slots at which replays of dropped values, in this order, first read what is on the device or retained."""
     maker, ins, values, retained = problem.lineage.maker, problem.lineage.ins, problem.values, problem.retained
     found, seen = dict[int, int](), set[int]()
     for index in dropped:
@@ -218,30 +177,18 @@ def replay_peak_bytes(lineage: Lineage, ops: Sequence[int], stays: Collection[in
     return peak_bytes
 
 
-def dropped_of(problem: Problem, actions: Iterable[Action]) -> list[int]:
-    return [index for index, action in enumerate(actions) if action is Action.RECOMPUTE and not problem.values[index].is_anchor]
-
-
-_EVERYTHING = 2**62
-
-
 def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int, *, most_replayed_s: float = math.inf) -> Simulated:
-    """Return the seconds and bytes of a step under one action for each value.
-
-    Values are copied out in the order of saves. Each is freed once its copy is over, or sooner where the step is above the
-    budget: then compute waits for the copy. Values are fetched in the order of need, as early as the budget allows. A replay
-    makes one value; its intermediates stay if they are wanted later and there is room."""
+    """Values leave in the order of saves, and come back in the order of need, as early as the budget allows."""
     while True:
-        run = _Run(problem, actions, budget_bytes - problem.base_bytes)
-        run.most_replayed_s = most_replayed_s
+        run = _Run(problem, actions, budget_bytes - problem.base_bytes, most_replayed_s)
         stays = run.memory()
         if run.most_replayed_s < 0:
             return Simulated(
                 actions=tuple(actions),
                 seconds=math.inf,
-                peak_bytes=_EVERYTHING,
-                over_bytes=_EVERYTHING,
-                excess_bytes=_EVERYTHING,
+                peak_bytes=2**62,
+                over_bytes=2**62,
+                excess_bytes=2**62,
                 replayed_s=math.inf,
                 levels=tuple(run.levels),
             )
@@ -256,15 +203,14 @@ def simulate(problem: Problem, actions: Sequence[Action], budget_bytes: int, *, 
 class _Run:
     """One walk over a step: the forward and its copies, the requests, the fetches, and then the clock of the backward."""
 
-    def __init__(self, problem: Problem, actions: Sequence[Action], limit_bytes: int) -> None:
+    def __init__(self, problem: Problem, actions: Sequence[Action], limit_bytes: int, most_replayed_s: float) -> None:
         self.problem, self.actions, self.limit_bytes = problem, actions, limit_bytes
         self.values = problem.values
         self.back = problem.num_forward_points
         self.timeline = Timeline()
         self.unread = set[int]()
         self.stall_s = 0.0
-        self.most_replayed_s = math.inf
-        """The seconds left for replays; below 0 the walk was given up."""
+        self.most_replayed_s = most_replayed_s  # the seconds left for replays; below 0 the walk was given up
         self.moves: list[Move] = []
         self.replays: list[SimulatedReplay] = []
         self.let_go: dict[int, int] = {}
@@ -279,12 +225,10 @@ class _Run:
         self.dropped = dropped
         self.first_read = reads_of(problem, dropped, self._is_there)
         self.last_read = reads_of(problem, reversed(dropped), self._is_there)
-        self.need: dict[int, int] = {}
-        """For each value that is to leave, the point at which it is to be back."""
+        self.need: dict[int, int] = {}  # for each value that is to leave, the point at which it is to be back
 
     def memory(self) -> list[int]:
-        """Walk over the bytes of the step; return the values that are to leave or be held for nothing, if there are any: then
-        the walk is not over."""
+        """Walk over the bytes of the step; stop at the values that would leave or be held for nothing, and return them."""
         problem = self.problem
         occupied = self._static()
         if self.unread:
@@ -340,12 +284,11 @@ class _Run:
     def _forward(self) -> None:
         problem, values, timeline, limit_bytes = self.problem, self.values, self.timeline, self.limit_bytes
         gpu, points, starts_s, levels = problem.gpu, problem.points, problem.starts_s, self.levels
-        copied_at: dict[int, list[int]] = {}
+        copied_at = defaultdict[int, list[int]](list)
         for index in self.need:
-            copied_at.setdefault(values[index].saved, []).append(index)
+            copied_at[values[index].saved].append(index)
         on_lane: deque[tuple[float, int]] = deque()
-        copied: list[tuple[int, int]] = []
-        """Copied values that others still hold: the slot from which they don't, and the bytes."""
+        copied: list[tuple[int, int]] = []  # values that others still hold: until which slot, and the index
         gone_bytes = 0
         for point in range(self.back):
             slot = points[point]
@@ -371,10 +314,9 @@ class _Run:
                 now_s = end_s
             levels[point] -= gone_bytes
         self.leaving = [*(index for _, index in copied), *(index for _, index in on_lane)]
-        self._free_s = timeline.free_s(Lane.OUT)
+        self._free_s = timeline.free_s[Lane.OUT]
 
     def _replay_all(self, asked: list[int]) -> None:
-        """Let all that was dropped be recomputed, in the order of requests."""
         problem, values, lineage = self.problem, self.values, self.problem.lineage
         levels, static = self.levels, list(self.levels)
         is_there, index_of = self._is_there, problem.index
@@ -414,7 +356,8 @@ class _Run:
             later = [(problem.point_of(use), index) for use, index in found if use > slot]
             stays = [*at_once, *self._fitting(levels, point, later)]
             same_bytes = held.num_bytes + sum(values[index].num_bytes for index in at_once)
-            peak = self._peak_of(ordered, held.value, stays) + beside_bytes - same_bytes
+            kept = {value, *(values[index].value for index in stays)}
+            peak = replay_peak_bytes(lineage, ordered, kept) + beside_bytes - same_bytes
             until.update((values[index].value, values[index].freed) for index in stays)
             peaks[point] = max(peaks.get(point, 0), peak)
             self.replays.append(SimulatedReplay(index=wanted, point=point, ops=tuple(ordered), stays=tuple(stays)))
@@ -422,15 +365,8 @@ class _Run:
             levels[point] = max(levels[point], peak)
         self.replay_peaks = peaks
 
-    def _peak_of(self, ops: Sequence[int], value: int, stays: Sequence[int]) -> int:
-        kept = {value, *(self.values[index].value for index in stays)}
-        if len(ops) == 1 and not stays:
-            return sum(self.problem.lineage.num_bytes[made] for made in self.problem.lineage.outs[ops[0]])
-        return replay_peak_bytes(self.problem.lineage, ops, kept)
-
     def _fitting(self, levels: list[int], begin: int, wanted: Sequence[tuple[int, int]]) -> list[int]:
-        """Add to levels those values that fit from a point on up to another, the one that ends first first; return them.
-        `wanted` has for each value the other point and its place in `Problem.values`, in that order."""
+        """Add to levels those of `wanted` that fit from a point on up to their end, the one that ends first first."""
         fitting: list[tuple[int, int]] = []
         reached, most = begin, 0
         smallest = min((self.values[index].num_bytes for _, index in wanted), default=0)
@@ -493,13 +429,16 @@ class _Run:
         over = [level - limit_bytes for level in levels]
         worst = max(range(len(levels)), key=levels.__getitem__)
         peak = max(levels[worst], 0)
+        worst_slot, end = [*problem.points, problem.num_slots][worst : worst + 2]
+        if self.replay_peaks.get(worst, -1) < self.beside_fetches[worst]:
+            worst_slot = max(range(worst_slot, end), key=self.slots.__getitem__)
         return Simulated(
             actions=tuple(self.actions),
             seconds=problem.plain_s + self.timeline.late_s,
             peak_bytes=problem.base_bytes + peak,
             over_bytes=max(peak - limit_bytes, 0),
             excess_bytes=sum(excess for excess in over if excess > 0),
-            worst_slot=self._slot_of(worst),
+            worst_slot=worst_slot,
             replayed_s=replayed_s,
             stall_s=self.stall_s,
             moved_bytes=sum(self.values[move.index].num_bytes for move in self.moves),
@@ -509,26 +448,16 @@ class _Run:
             levels=self.beside_fetches,
         )
 
-    def _slot_of(self, point: int) -> int:
-        """Return the slot of a point and up to the next at which most is there."""
-        points, slots = self.problem.points, self.slots
-        begin = points[point]
-        if self.replay_peaks.get(point, -1) >= self.beside_fetches[point]:
-            return begin
-        end = points[point + 1] if point + 1 < len(points) else self.problem.num_slots
-        return max(range(begin, end), key=slots.__getitem__)
-
     def _backward(self) -> float:
         problem, values, timeline = self.problem, self.values, self.timeline
         gpu, points, starts_s, op_s = problem.gpu, problem.points, problem.starts_s, problem.op_s
-        fetched: dict[int, list[Move]] = {}
-        needed: dict[int, list[int]] = {}
+        fetched, needed = defaultdict[int, list[Move]](list), defaultdict[int, list[int]](list)
+        replays_s = defaultdict[int, float](float)
         for move in self.moves:
-            fetched.setdefault(move.fetch, []).append(move)
-            needed.setdefault(move.need, []).append(move.index)
-        replays_s: dict[int, float] = {}
+            fetched[move.fetch].append(move)
+            needed[move.need].append(move.index)
         for replay in self.replays:
-            replays_s[replay.point] = replays_s.get(replay.point, 0.0) + sum(op_s[op] for op in replay.ops)
+            replays_s[replay.point] += sum(op_s[op] for op in replay.ops)
         if self.leaving and self.back < len(points):  # values not freed by now are freed at the first request
             self.stall_s += timeline.wait(starts_s[points[self.back]], self._free_s)
         there_s: dict[int, float] = {}

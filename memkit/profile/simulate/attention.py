@@ -1,8 +1,5 @@
-"""Which fused operation `scaled_dot_product_attention` runs on a target.
-
-On the meta device it always decomposes into matrix products and a softmax, and saves the attention matrix. Real devices
-choose a fused operation that saves the queries, keys, values, the output and a few numbers per row.
-"""
+"""Which fused operation `scaled_dot_product_attention` runs on a target: on the meta device it always decomposes into matrix
+products and a softmax, and saves the attention matrix."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ def scaled_dot_product_attention(
     *,
     target: str,
 ) -> Tensor:
-    """Do what `torch.nn.functional.scaled_dot_product_attention` does with tensors on `target`, on the meta device."""
     call = _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if call.is_valid():
         batched = call.batched() if query.dim() == key.dim() == value.dim() == 3 and fused_take_three_dims() else call
@@ -91,22 +87,17 @@ class _Call:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
     def heads_match(self, *, grouped: bool = True, key_as_value: bool = True) -> bool:
-        """Tell whether the heads of keys and values can serve those of the queries.
-
-        `grouped`: whether the operation knows grouped heads; `key_as_value`: whether it needs as many key heads as value heads.
-
-        Source: check_batch_size_and_num_heads_dense and check_grouped_query_attention in sdp_utils_cpp.h.
-        """
+        """Tell whether the heads of keys and values can serve those of the queries, in an operation that knows `grouped` heads,
+        or needs as many key heads as value heads (`key_as_value`)."""
+        # Source: check_batch_size_and_num_heads_dense and check_grouped_query_attention in sdp_utils_cpp.h.
         queries, keys, values = self.query.shape[1], self.key.shape[1], self.value.shape[1]
         if self.enable_gqa and grouped:
             return queries % keys == queries % values == 0 and (keys == values or not key_as_value)
         return queries == keys == values or (keys == values == 1 and fused_broadcast_heads())
 
     def mask_broadcasts(self) -> bool:
-        """Tell whether an operation that makes no gradient for a mask takes this one.
-
-        Source: check_attn_mask_shape in sdp_utils_cpp.h.
-        """
+        """Tell whether an operation that makes no gradient for a mask takes this one."""
+        # Source: check_attn_mask_shape in sdp_utils_cpp.h.
         if self.mask is None:
             return True
         if self.mask.dim() not in (2, 4) or self.mask.requires_grad:
@@ -188,14 +179,13 @@ def _choose_cuda(call: _Call) -> Fused | None:
 
 @cache
 def fused_broadcast_heads() -> bool:
-    """Tell whether the fused operations of this torch take one key head for all query heads without `enable_gqa`. They came to
-    do so together, on all devices, and together with grouped heads in CUDA's memory-efficient operation; the CPU is asked."""
+    """Ask the CPU whether fused operations of this torch take one key head for all query heads without `enable_gqa`."""
     return _is_fused((1, 2, 2, 8), (1, 1, 2, 8))
 
 
 @cache
 def fused_take_three_dims() -> bool:
-    """Tell whether this torch adds a batch of one to what has three dimensions, and so runs it fused. The CPU is asked."""
+    """Ask the CPU whether this torch adds a batch of one to what has three dimensions, and so runs it fused."""
     return _is_fused((1, 2, 8), (1, 2, 8))
 
 
@@ -240,10 +230,8 @@ def _efficient_cuda(call: _Call) -> Tensor:
 
 
 def _math_cuda(call: _Call) -> Tensor:
-    """Decompose attention as torch does, but with CUDA's dropout, which saves a mask of one byte per element.
-
-    Source: _scaled_dot_product_attention_math in aten/src/ATen/native/transformers/attention.cpp.
-    """
+    """Decompose attention as torch does, but with CUDA's dropout, which saves a mask of one byte per element."""
+    # Source: _scaled_dot_product_attention_math in aten/src/ATen/native/transformers/attention.cpp.
     query, key, value, bias = call.query, call.key, call.value, call.bias()
     dtype, head_dim = query.dtype, query.shape[-1]
     if dtype in _HALF_DTYPES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 
 class MetaTwins:
-    """Makes the meta twin of a tensor, always the same one for the same tensor; twins of views share a storage as well. With
-    `keep_integers`, small integer and boolean tensors get a copy with data on the CPU instead: lengths, masks and counters that
-    models look into."""
+    """Makes the one meta twin of each tensor; twins of views share a storage. Small integers may keep data, on the CPU."""
 
     def __init__(self, *, keep_integers: bool = False) -> None:
         self._keep_integers = keep_integers
@@ -39,7 +37,6 @@ class MetaTwins:
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}  # the original is kept, so that its id stays its own
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the twin of a tensor: itself if it has no data anyway."""
         if tensor.is_meta:
             return tensor
         if id(tensor) not in self._twins:
@@ -47,7 +44,6 @@ class MetaTwins:
         return self._twins[id(tensor)][1]
 
     def of_tree(self, tree: Any) -> Any:
-        """Return a nested structure with twins for its tensors: the same object if it holds no tensor with data."""
         leaves, spec = torch_private.tree_flatten(tree)
         twins = [self.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if all(twin is leaf for twin, leaf in zip(twins, leaves, strict=True)):
@@ -92,22 +88,18 @@ class MetaTwins:
 
 
 def _is_small_integer(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MAX_CONSTANT_NUMEL
+    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= 2**20
 
 
 class TargetOps(Mode):
-    """Runs operations as a target would, and lets tensors with data and tensors without meet in them, as they would on one
-    device.
+    """Runs operations as a target would, and lets tensors with data and tensors without meet in them.
 
-    A constant that the forward makes on the CPU, or the labels in a loss, are replaced by their twins. The other way round,
-    small integer and boolean constants that the forward asks for on the meta device (positions, masks) do get data: models
-    look into them to choose a path, and no gradient flows through them. If a value that does not exist is written into such a
-    constant, it counts as one without data: looking into it raises.
+    A constant that the forward makes on the CPU, or the labels in a loss, are replaced by their twins. Small integer constants
+    that the forward asks for on the meta device do get data: models look into them, and no gradient flows through them. If a
+    value that does not exist is written into one, looking into it raises.
 
-    A tensor with data stands for one on the target, where moving it to the target's device moves nothing. With "cuda" as the
-    target that is not so for what the forward makes on the CPU: a move of that makes another tensor. What the backward moves is
-    gradients, which have no values.
-    """
+    A tensor with data stands for one on the target, where moving it to the target's device moves nothing; but for what the
+    forward makes on the CPU with "cuda" as the target: a move of that makes another tensor."""
 
     def __init__(self, target: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -136,7 +128,7 @@ class TargetOps(Mode):
         unknown = any(storage_key(storage) in self._unknown for storage in unique_storages(inputs).values())
         if unknown and op in _READS:
             raise RuntimeError("the value depends on a meta tensor")
-        on_host = self._target == "cuda" and (op is _LIFT or all(map(self._is_on_host, inputs)))
+        on_host = self._target == "cuda" and (op is torch.ops.aten.lift_fresh.default or all(map(self._is_on_host, inputs)))
         asks_for_target = kwargs.get("device") is not None and torch.device(kwargs["device"]) == META
         if op in _MOVES and asks_for_target and not on_host and not unknown and torch_private.backward_task() == -1:
             output = _moved(op, inputs[0], kwargs)
@@ -171,7 +163,6 @@ def _moved(op: OpOverload, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
 
 
 _MOVES = torch_private.known("to_copy")
-_LIFT = torch.ops.aten.lift_fresh.default  # the last step of torch.tensor
 # Operations whose result, or its shape, is known to Python.
 _READS = frozenset(
     {
@@ -182,8 +173,6 @@ _READS = frozenset(
         torch.ops.aten.unique_consecutive.default,
     }
 )
-
-_MAX_CONSTANT_NUMEL = 2**20
 
 
 def run_without_data(step: ProfiledStep, target: str, context: AbstractContextManager[Any]) -> None:
@@ -197,8 +186,6 @@ def run_without_data(step: ProfiledStep, target: str, context: AbstractContextMa
 
 @contextmanager
 def as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callable[[], None]) -> Iterator[TargetMode]:
-    """A context in which ops on meta save and allocate as on a target; calls `note_backend_dependent` at ops of which only the
-    backend knows."""
     # Compiled code has no operations to watch, and nothing to run on without data: it runs as it was written.
     eager = torch.compiler.set_stance("force_eager") if tree.has_compiled else nullcontext()
     with (
@@ -216,8 +203,7 @@ def as_on_target(tree: ModuleTree, target: str, note_backend_dependent: Callable
 
 
 def without_data(step: ProfiledStep) -> ProfiledStep:
-    """Return the step with meta copies of its tensors, which the model has from now on, until `preserved`, around this,
-    restores its own."""
+    """Return the step with meta copies of its tensors, which the model has until `preserved`, around this, restores its own."""
     twins = MetaTwins(keep_integers=True)
     for module in step.modules():
         twins.stand_in(module)
@@ -244,8 +230,6 @@ _NO_AUTOCAST = ("Disabling autocast", "unsupported autocast device_type 'meta'",
 
 
 def say_why_not(error: Exception, where: str) -> None:
-    """Explain an exception that a model has raised on meta: raises ProfileError if it cannot run on the target, or needs CUDA
-    here, and DataDependentError if it needs data."""
     text = str(error)
     if isinstance(error, MixedDtypesError):
         raise ProfileError(f"{where} cannot run: {text}. {error.advice}") from error

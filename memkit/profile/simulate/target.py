@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 
 class Rule(Enum):
-    """How autocast changes the arguments of an operation."""
-
     LOWER = "floating-point tensors to the autocast dtype"
     FLOAT32 = "floating-point tensors to float32"
     FLOAT32_RESULT = "a float32 result is asked for, unless the caller named a dtype"
@@ -99,8 +97,7 @@ def autocast_ops(target: str) -> frozenset[str]:
 
 
 class MetaAutocast:
-    """Applies the rules to arguments, with autocast's cache: until its outermost context ends, a leaf that requires grad is
-    cast once."""
+    """Applies the rules to arguments; until the outermost autocast ends, a leaf that requires grad is cast once."""
 
     def __init__(self) -> None:
         self._casts: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
@@ -112,8 +109,11 @@ class MetaAutocast:
         for device_type in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device_type):
                 return torch.get_autocast_dtype(device_type)
-        if self._casts and not _inside_autocast():
-            self.forget()
+        if self._casts:  # the nesting can only be read by changing it
+            is_inside = torch.autocast_increment_nesting() > 1
+            torch.autocast_decrement_nesting()
+            if not is_inside:
+                self.forget()
         return None
 
     def apply(
@@ -143,13 +143,6 @@ class MetaAutocast:
         return self._casts[key][1]
 
 
-def _inside_autocast() -> bool:
-    # The nesting can only be read by changing it.
-    depth: int = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return depth > 0
-
-
 def _is_eligible(value: Any) -> bool:
     # Constants have data, on the CPU.
     on_target = isinstance(value, Tensor) and (value.is_meta or value.is_cpu)
@@ -161,8 +154,7 @@ _aten = torch.ops.aten
 
 
 class MixedDtypesError(RuntimeError):
-    """Raised where a run with data would raise a RuntimeError: an operation does not take these dtypes together. `advice` says
-    what to do."""
+    """Raised where a run with data would raise a RuntimeError: an operation does not take these dtypes together."""
 
     def __init__(
         self, message: str, advice: str = "Cast the model or its inputs (--dtype), or run under torch.autocast (--autocast)"
@@ -172,7 +164,6 @@ class MixedDtypesError(RuntimeError):
 
 
 def check_dtypes(op: OpOverload, args: Sequence[Any], target: str) -> None:
-    """Raise MixedDtypesError if an op on `target` does not take arguments of these dtypes together."""
     positions = _ALIKE.get(op)
     if positions is not None:
         if op is _aten.convolution.default and target == "cpu" and not uses_onednn(*args):
@@ -228,20 +219,17 @@ _CLASS_DTYPES: dict[OpOverload, tuple[torch.dtype, ...]] = {
 
 # Of these operations all tensors at these positions have the same dtype.
 _ALIKE: dict[OpOverload, tuple[int, ...]] = {
-    **dict.fromkeys((_aten.mm.default, _aten.bmm.default, _aten.mv.default, _aten.dot.default), (0, 1)),
-    **dict.fromkeys((_aten.addmm.default, _aten.addmv.default, _aten.addbmm.default, _aten.baddbmm.default), (0, 1, 2)),
-    _aten.convolution.default: (0, 1, 2),
-    **dict.fromkeys(torch_private.known("prelu_kernel", "euclidean_dist", "cdist_forward", "grouped_mm"), (0, 1)),
-    **dict.fromkeys((_aten.linalg_cross.default, _aten.binary_cross_entropy.default), (0, 1)),
-    **dict.fromkeys((_aten.grid_sampler_2d.default, _aten.grid_sampler_3d.default), (0, 1)),
-    **dict.fromkeys((_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default), (0, 2)),
-    **dict.fromkeys((_aten.index_put.default, _aten.index_put_.default), (0, 2)),
-    **dict.fromkeys(torch_private.known("index_put_impl", "unsafe_index_put"), (0, 2)),
-    **dict.fromkeys((_aten.index_add.default, _aten.index_add_.default), (0, 3)),
-    **dict.fromkeys((_aten.index_copy.default, _aten.index_copy_.default), (0, 3)),
-    **dict.fromkeys((_aten.index_reduce.default, _aten.index_reduce_.default), (0, 3)),
-    **dict.fromkeys((_aten.put.default, _aten.put_.default), (0, 2)),
+    getattr(_aten, name).default: positions
+    for positions, names in (
+        ((0, 1), "mm bmm mv dot linalg_cross binary_cross_entropy grid_sampler_2d grid_sampler_3d"),
+        ((0, 1, 2), "addmm addmv addbmm baddbmm convolution"),
+        ((0, 2), "nll_loss_forward nll_loss2d_forward index_put index_put_ put put_"),
+        ((0, 3), "index_add index_add_ index_copy index_copy_ index_reduce index_reduce_"),
+    )
+    for name in names.split()
 }
+_ALIKE |= dict.fromkeys(torch_private.known("prelu_kernel", "euclidean_dist", "cdist_forward", "grouped_mm"), (0, 1))
+_ALIKE |= dict.fromkeys(torch_private.known("index_put_impl", "unsafe_index_put"), (0, 2))
 # And of these the parameters, and on the CPU the running statistics, at these positions, go with the input.
 _OF_GROUPS_AND_LAYERS = {_aten.native_group_norm.default: (1, 2), _aten.native_layer_norm.default: (2, 3)}
 _NORMALIZATIONS: dict[str, dict[OpOverload, tuple[int, ...]]] = {
@@ -251,12 +239,11 @@ _NORMALIZATIONS: dict[str, dict[OpOverload, tuple[int, ...]]] = {
 
 
 Outputs = Any  # a tensor, or several
-Fix = Callable[..., Outputs]
+Operation = Callable[..., Outputs]
 
 
 def run_as_on(target: str, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Outputs]) -> Outputs:
-    """Run an op by `run(kernel, args, kwargs)`, unless a target refuses it, and give its outputs the memory format and dtypes
-    that they have there. Statistics of normalizations that the target does not keep become empty."""
+    """Run an op by `run(kernel, args, kwargs)`, unless a target refuses it, with the outputs that it has there."""
     check_dtypes(op, args, target)
     place = _CLASSES_AT.get(op)
     if place is not None and args[place].dtype is torch.uint8:
@@ -267,10 +254,8 @@ def run_as_on(target: str, op: OpOverload, args: Sequence[Any], kwargs: dict[str
 
 
 def format_of(tensor: Tensor) -> torch.memory_format:
-    """Return the memory format that a kernel sees in a tensor, by its strides alone: gaps are allowed.
-
-    Source: Tensor::suggest_memory_format, and is_channels_last_strides_2d and _3d in c10/core/MemoryFormat.h.
-    """
+    """Return the memory format that a kernel sees in a tensor, by its strides alone: gaps are allowed."""
+    # Source: Tensor::suggest_memory_format, and is_channels_last_strides_2d and _3d in c10/core/MemoryFormat.h.
     shape, strides = tensor.shape, tensor.stride()
     if tensor.dim() not in (4, 5) or strides[1] == 0:
         return torch.contiguous_format
@@ -283,18 +268,13 @@ def format_of(tensor: Tensor) -> torch.memory_format:
     return torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
 
 
-def _in_format(output: Tensor, memory_format: torch.memory_format) -> Tensor:
-    return torch.empty_like(output, memory_format=memory_format)
-
-
 def _contiguous(output: Tensor, *_: Any) -> Tensor:
-    return _in_format(output, torch.contiguous_format)
+    return torch.empty_like(output, memory_format=torch.contiguous_format)
 
 
 def _as_first(output: Tensor, first: Tensor, *_: Any) -> Tensor:
-    if output.dim() != first.dim():
-        return _contiguous(output)
-    return _in_format(output, format_of(first))
+    is_alike = output.dim() == first.dim()
+    return torch.empty_like(output, memory_format=format_of(first) if is_alike else torch.contiguous_format)
 
 
 def _convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
@@ -306,7 +286,7 @@ def _convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
 def _convolution_cuda(output: Tensor, tensor: Tensor, weight: Tensor, *_: Any) -> Tensor:
     if not torch.backends.cudnn.enabled or torch.float64 in (tensor.dtype, weight.dtype):
         return _contiguous(output)
-    return _in_format(output, _convolution_format(tensor, weight))
+    return torch.empty_like(output, memory_format=_convolution_format(tensor, weight))
 
 
 def _convolution_cpu(output: Tensor, tensor: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
@@ -314,16 +294,12 @@ def _convolution_cpu(output: Tensor, tensor: Tensor, weight: Tensor, bias: Tenso
     memory_format = _convolution_format(tensor, weight)
     if memory_format is torch.channels_last_3d and not uses_onednn(tensor, weight, bias, *how):
         return _contiguous(output)
-    return _in_format(output, memory_format)
+    return torch.empty_like(output, memory_format=memory_format)
 
 
 def _group_norm(outputs: Sequence[Tensor], tensor: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
     output, *statistics = _with_statistics(outputs, _dtype_beside(tensor, *parameters[:2]))
     return (_as_first(output, tensor), *statistics)
-
-
-def _layer_norm_cpu(outputs: Sequence[Tensor], tensor: Tensor, shape: Any, *parameters: Any) -> tuple[Tensor, ...]:
-    return _with_statistics(outputs, _dtype_beside(tensor, *parameters[:2]))
 
 
 def _batch_norm_cpu(outputs: Sequence[Tensor], tensor: Tensor, *given: Any) -> tuple[Tensor, ...]:
@@ -363,21 +339,20 @@ def _with_statistics(outputs: Sequence[Tensor], dtype: torch.dtype, *, keep: boo
 
 
 def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *others: Any, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply groups, as experts do. Kernels take float32 and half precision, and the one of the meta device bfloat16 alone:
-    with that it is asked for the size, about tensors whose rows have as many bytes."""
+    """Multiply groups, as experts do: meta's kernel takes bfloat16 alone, and is asked for the size with that."""
     (grouped_mm,) = torch_private.known("grouped_mm")
     if mat_a.dtype not in (torch.float32, torch.float16):
         made: Tensor = grouped_mm(mat_a, mat_b, *others, out_dtype=out_dtype)
         return made
-    size = grouped_mm(*map(_as_bfloat16, (mat_a, mat_b)), *others).size()
+
+    def as_bfloat16(tensor: Tensor) -> Tensor:
+        stride = [step if step == 1 else step * tensor.itemsize // 2 for step in tensor.stride()]
+        return tensor.new_empty_strided(tensor.size(), stride, dtype=torch.bfloat16)
+
+    size = grouped_mm(as_bfloat16(mat_a), as_bfloat16(mat_b), *others).size()
     alignment = 16 // mat_a.itemsize  # of rows
     pitch = -(-size[-1] // alignment) * alignment
     return mat_a.new_empty_strided(size, (size[-2] * pitch, pitch, 1)[-len(size) :])
-
-
-def _as_bfloat16(tensor: Tensor) -> Tensor:
-    stride = [step if step == 1 else step * tensor.itemsize // 2 for step in tensor.stride()]
-    return tensor.new_empty_strided(tensor.size(), stride, dtype=torch.bfloat16)
 
 
 _OWN_KERNELS: dict[OpOverload, Callable[..., Tensor]] = dict.fromkeys(torch_private.known("grouped_mm"), _grouped_mm)
@@ -389,29 +364,28 @@ _CLASSES_AT: dict[OpOverload, int] = {_aten.nll_loss_forward.default: 1, _aten.n
 # Source: the kernels in aten/src/ATen/native (Convolution.cpp, Normalization.cpp, group_norm.cpp, layer_norm.cpp,
 # Activation.cpp, ReflectionPad.cpp, ReplicationPadding.cpp, MaxUnpooling.cpp, PixelShuffle.cpp, ChanelShuffle.cpp,
 # TensorTransformations.cpp), and those in its folder cuda.
-_KEEP_THE_FORMAT = (  # on the CPU
-    *(_aten.reflection_pad2d.default, _aten.reflection_pad3d.default, _aten.replication_pad2d.default),
-    *(_aten.replication_pad3d.default, _aten.max_unpool2d.default, _aten.pixel_shuffle.default),
-    *(_aten.pixel_unshuffle.default, _aten.channel_shuffle.default, _aten.roll.default),
-)
-_CPU_RULES: dict[OpOverload, Fix] = {
-    _aten.convolution.default: _convolution_cpu,
-    _aten.native_batch_norm.default: _batch_norm_cpu,
-    _aten.native_group_norm.default: _group_norm,
-    _aten.native_layer_norm.default: _layer_norm_cpu,
-    _aten.log_sigmoid_forward.default: lambda outputs, *_: tuple(map(_contiguous, outputs)),
-    **dict.fromkeys(_KEEP_THE_FORMAT, _as_first),
+_FORMATTED = ["max_unpool2d", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "roll"]
+_FORMATTED += [f"{way}_pad{dims}d" for way in ("reflection", "replication") for dims in (2, 3)]
+_KEEP_THE_FORMAT = [getattr(_aten, name).default for name in _FORMATTED]  # on the CPU
+_RULES: dict[str, dict[OpOverload, Operation]] = {
+    "cpu": {
+        _aten.convolution.default: _convolution_cpu,
+        _aten.native_batch_norm.default: _batch_norm_cpu,
+        _aten.native_group_norm.default: _group_norm,
+        _aten.native_layer_norm.default: lambda outputs, tensor, _, *parameters: _with_statistics(
+            outputs, _dtype_beside(tensor, *parameters[:2])
+        ),
+        _aten.log_sigmoid_forward.default: lambda outputs, *_: tuple(map(_contiguous, outputs)),
+        **dict.fromkeys(_KEEP_THE_FORMAT, _as_first),
+    },
+    "cuda": {
+        _aten.convolution.default: _convolution_cuda,
+        _aten.native_batch_norm.default: _batch_norm_cuda,
+        _aten.native_group_norm.default: _group_norm,
+        _aten.log_sigmoid_forward.default: lambda outputs, tensor: (outputs[0], tensor.new_empty(0)),  # no buffer
+        **dict.fromkeys(_KEEP_THE_FORMAT, _contiguous),
+    },
 }
-_CUDA_RULES: dict[OpOverload, Fix] = {
-    _aten.convolution.default: _convolution_cuda,
-    _aten.native_batch_norm.default: _batch_norm_cuda,
-    _aten.native_group_norm.default: _group_norm,
-    _aten.log_sigmoid_forward.default: lambda outputs, tensor: (outputs[0], tensor.new_empty(0)),  # no buffer for the backward
-    **dict.fromkeys(_KEEP_THE_FORMAT, _contiguous),
-}
-_RULES = {"cpu": _CPU_RULES, "cuda": _CUDA_RULES}
-
-Operation = Callable[..., Any]
 
 # What these save is decided inside cuDNN, MIOpen or oneDNN.
 BACKEND_DEPENDENT = frozenset(
@@ -420,8 +394,7 @@ BACKEND_DEPENDENT = frozenset(
 
 
 class TargetMode(TorchFunctionMode):
-    """While active, operations on meta tensors save and allocate what they would on `target`; calls `backend_dependent` at
-    those of which only the backend knows what it saves."""
+    """While active, operations on meta tensors save and allocate what they would on `target`."""
 
     def __init__(self, target: str, *, backend_dependent: Callable[[], None]) -> None:
         super().__init__()
@@ -447,11 +420,7 @@ class TargetMode(TorchFunctionMode):
         return operation(*args, **kwargs)
 
     def resume(self) -> None:
-        """Become active in an autograd node that is about to run.
-
-        The autograd engine runs each node without function modes, and drops what the node leaves active: a checkpoint's
-        recomputation in the backward would otherwise not be imitated.
-        """
+        """Become active in an autograd node that is about to run: the engine runs each node without function modes."""
         self.__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
 
     def close(self) -> None:
@@ -488,7 +457,7 @@ class TargetMode(TorchFunctionMode):
 
     def _inside(self, function: types.FunctionType, asks: set[str]) -> Operation:
         """See [Note: inside torch's Python functions]."""
-        names = {**function.__globals__, **dict.fromkeys(asks, _no_torch_function)}
+        names = {**function.__globals__, **dict.fromkeys(asks, lambda *_: False)}
         copy = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
         copy.__kwdefaults__ = function.__kwdefaults__
 
@@ -497,10 +466,6 @@ class TargetMode(TorchFunctionMode):
                 return copy(*args, **kwargs)
 
         return inside
-
-
-def _no_torch_function(*_: Any) -> bool:
-    return False
 
 
 def _cuda_dropout(input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002 - torch's own name

@@ -86,6 +86,10 @@ class CountingDevice(ReferenceDevice):
         self.allocator.note(storage)
         return storage
 
+    def note_written(self, storage: torch.UntypedStorage, version: int) -> None:
+        super().note_written(storage, version)
+        self.allocator.note(storage)  # it may have been recomputed, where no mode is on
+
     @contextmanager
     def counting(self, model: nn.Module) -> Iterator[Allocator]:
         for tensor in (*model.parameters(), *model.buffers()):

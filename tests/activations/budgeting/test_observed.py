@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import memkit
 from memkit.activations.budgeting import learning
-from memkit.activations.budgeting.meter import Foresight
 from memkit.device import ReferenceDevice
 from memkit.plan import StepTrace
 from tests.activations.chains import UNIT_BYTES, leaf_on
 from tests.contracts.test_interrupts import Blocks
-from tests.plan.budget.steps import MIB, make_trace
 
 U = UNIT_BYTES
 
@@ -135,58 +131,3 @@ def _asked(trace: StepTrace) -> list[int]:
     """Return the number of each request's distinct saved value."""
     numbers = {value: number for number, value in enumerate(dict.fromkeys(trace.step.saves))}
     return [numbers[value] for value in trace.step.uses]
-
-
-# What comes beside saved values, from save to save and from request to request
-
-
-# MiB     op 0  op 1  op 2 | op 3  op 4  op 5
-# extra      1     2     3 |    4     5     6
-# value 1    4     4     4 |    4     4     4   saved as op 0 is over, asked for ahead of op 5
-# value 2          2     2 |                    not saved
-# value 3                8 |    8               saved as op 2 is over, asked for ahead of op 3
-# beside     5     4    13 |    4     5     6   what is not saved yet counts as well
-TRACE = make_trace([((0,), 4, 1.0), ((1,), 2, 1.0), ((2,), 8, 1.0)], [1, 3], extra=[1, 2, 3, 4, 5, 6])
-
-
-def test_what_comes_after_saves_and_requests_is_as_drawn() -> None:
-    shown = Foresight(TRACE)
-
-    assert (TRACE.save_places, TRACE.use_places) == ((1, 3), (3, 5))
-    assert [level // MIB for level in TRACE.live_bytes] == [5, 8, 17, 16, 9, 10]
-    assert [shown.after_save(number) // MIB for number in (0, 1, 2, 3, 99)] == [13, 13, 4, 4, 4]
-    assert [shown.after_request(number) // MIB for number in (0, 1, 2, 99)] == [5, 5, 6, 6]
-
-
-def test_step_of_larger_sizes_takes_as_much_more() -> None:
-    """By the save that grows the most; smaller saves grow with it."""
-    scaled = Foresight(TRACE).scaled(0, 8 * MIB)
-
-    assert not scaled.is_whole
-    assert (scaled.after_save(1), scaled.after_request(2)) == (26 * MIB, 12 * MIB)
-    assert scaled.is_of(1, 16 * MIB)
-    assert scaled.is_of(1, 3 * MIB)
-    assert not scaled.is_of(1, 17 * MIB)
-    assert not scaled.is_of(2, MIB)
-    assert scaled.scaled(2, MIB) is None
-    more = scaled.scaled(1, 24 * MIB)
-    assert more.after_save(1) == 39 * MIB
-
-
-def test_step_of_smaller_sizes_takes_no_less() -> None:
-    scaled = Foresight(TRACE).scaled(0, MIB)
-
-    assert (scaled.after_save(1), scaled.after_request(2)) == (13 * MIB, 6 * MIB)
-
-
-def test_saved_twice_counts_once() -> None:
-    step = replace(TRACE.step, saves=(1, 1, 3))
-    twice = Foresight(replace(TRACE, step=step, save_places=(1, 2, 3)))
-
-    assert [twice.after_save(number) // MIB for number in (1, 2, 3)] == [4, 13, 4]
-
-
-def test_step_that_saves_nothing() -> None:
-    nothing = Foresight(make_trace([((0,), 4, 1.0)], []))
-
-    assert (nothing.after_save(1), nothing.after_request(1)) == (0, 0)

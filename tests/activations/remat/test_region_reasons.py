@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import memkit
+from memkit.activations.recomputing import compiled_calls
 from memkit.activations.saved.state import remat_states
 from memkit.device import Device
 from tests.activations.cases import assert_same_bits
@@ -260,6 +262,20 @@ def test_call_is_no_region_if_it_does_more_than_read_its_inputs(name: str, devic
     if kind is Block and not isinstance(models[1].blocks[0], WritesToItsInput):
         assert reasons(name, nn.Linear) == {""}
     assert why_not or remat_states[name].settled.regions.num_regions > 0
+
+
+def test_modules_that_a_loop_calls_may_be_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where something may be compiled, memkit sets hooks on an outermost module while that runs."""
+    monkeypatch.setattr(compiled_calls, "dynamo_is_loaded", lambda: True)
+    blocks, x = Model(Block).blocks, torch.randn(4, 32, requires_grad=True)
+    for _ in range(2):
+        y = x
+        with memkit.Rematerialize(0.35, "loop", min_bytes=1):
+            for block in blocks:
+                y = block(y)
+        y.sum().backward()
+
+    assert reasons("loop") == {""}
 
 
 class Clamps(Model):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from memkit.plan import GrowingLineage, Step
+from memkit.plan import Action, GrowingLineage, JointPlanner, MemoryPlan, Step
+from memkit.plan.budget.problem import Problem
 from memkit.plan.gpu import GpuSpec
 from memkit.plan.step import Lifetime, ModuleOps, OpKind, OpWork, StepTrace
 
@@ -18,6 +19,10 @@ class Microseconds(GpuSpec):
 
     def seconds(self, op: OpWork, *, is_backward: bool) -> float:
         return op.flops * 1e-6
+
+
+def plan_budget_jointly(problem: Problem, budget_bytes: int, *actions: Action) -> MemoryPlan:
+    return JointPlanner(problem, actions or (*Action,)).plan(budget_bytes, with_bound=True, is_steady=True)
 
 
 def gpu(mib_per_s: float = 20_000.0, latency_s: float = 1e-6) -> Microseconds:

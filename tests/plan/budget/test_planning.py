@@ -19,13 +19,13 @@ from memkit.errors import BudgetInfeasible, PlanFormatError
 from memkit.plan import Action, GrowingLineage, find_gpu
 from memkit.plan.budget import planning
 from memkit.plan.budget.bound import find_bound, why_no_bound
-from memkit.plan.budget.planning import JointPlanner, least_budget, plan_budget_jointly
+from memkit.plan.budget.planning import JointPlanner
 from memkit.plan.budget.problem import Problem, make_problem
 from memkit.plan.budget.search import floor_bytes, without_needless_moves
 from memkit.plan.budget.simulate import Simulated, simulate
 from memkit.plan.plans import MemoryPlan
 from memkit.plan.step import trace_from_plain, trace_to_plain
-from tests.plan.budget.steps import MIB, gpu, layers, make_trace, random_trace
+from tests.plan.budget.steps import MIB, gpu, layers, make_trace, plan_budget_jointly, random_trace
 from tests.plan.test_front import resnet50
 
 OFFLOAD, RECOMPUTE, KEEP = Action.OFFLOAD, Action.RECOMPUTE, Action.KEEP
@@ -38,7 +38,7 @@ def problem_of(seed: int, num_ops: int = 0) -> Problem:
 
 def seconds_of(problem: Problem, budget_bytes: int, *actions: Action) -> float:
     try:
-        return plan_budget_jointly(problem, budget_bytes, actions=actions).predicted_s
+        return plan_budget_jointly(problem, budget_bytes, *actions).predicted_s
     except BudgetInfeasible:
         return math.inf
 
@@ -73,7 +73,7 @@ def test_least_budget_is_near_the_least_there_is(seed: int) -> None:
     problem = tiny(seed)
     least = min(step.peak_bytes for step in all_steps(problem, floor_bytes(problem)))
 
-    found = least_budget(problem)
+    found = JointPlanner(problem).least().peak_bytes
 
     assert floor_bytes(problem) <= least <= found <= 1.05 * least
     assert plan_budget_jointly(problem, found).predicted_peak_bytes <= found
@@ -194,7 +194,7 @@ def test_bound_is_near_the_plan() -> None:
     pytest.importorskip("scipy")
     problem = make_problem(layers(12), gpu(40_000))
 
-    plan = plan_budget_jointly(problem, problem.plain_peak_bytes // 2, with_bound=True)
+    plan = plan_budget_jointly(problem, problem.plain_peak_bytes // 2)
 
     assert plan.bound_s is not None
     assert f"no plan is faster than {1e3 * plan.bound_s:.2f} ms" in plan.explain()
@@ -205,7 +205,7 @@ def test_bound_is_none_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memkit.plan.budget.bound.find_spec", lambda name: None)
     problem = problem_of(0)
 
-    plan = plan_budget_jointly(problem, problem.plain_peak_bytes, with_bound=True)
+    plan = plan_budget_jointly(problem, problem.plain_peak_bytes)
 
     assert plan.bound_s is None
     assert 'it needs scipy (pip install "scipy>=1.9")' in plan.explain()
@@ -246,7 +246,7 @@ def test_budget_that_is_too_small_names_the_least_and_what_fills_it() -> None:
     with pytest.raises(BudgetInfeasible) as caught:
         plan_budget_jointly(problem, 20 * MIB)
 
-    assert caught.value.smallest_bytes == least_budget(problem)
+    assert caught.value.smallest_bytes == JointPlanner(problem).least().peak_bytes
     text = str(caught.value)
     assert text.startswith("a budget of 20.00 MiB cannot be kept to: the smallest that a plan was found for is ")
     assert ", and none takes less than 86.00 MiB. " in text
@@ -353,7 +353,7 @@ def test_budget_that_was_planned_is_not_searched_again(monkeypatch: pytest.Monke
 def test_plan_for_a_busy_host_handles_no_more_values_and_keeps_to_the_budget(seed: int) -> None:
     problem = problem_of(seed)
     budget_bytes = round(SHARES[seed % 4] * problem.plain_peak_bytes)
-    if least_budget(problem) > budget_bytes:
+    if JointPlanner(problem).least().peak_bytes > budget_bytes:
         pytest.skip("nothing keeps to that")
     quick = JointPlanner(problem).best(budget_bytes)
     handling_s = 0.01 * problem.plain_s
