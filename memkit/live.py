@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from memkit.activations.stats import SavedTensorStats, stats
 from memkit.states.state_offload import StateStats
-from memkit.weights.stats import LayerStats
+from memkit.weights.layer_offload import LayerStats
 
 _GIB = 2**30
 _UNITS = {"_bytes_per_s": ("_gb_per_s", 1e-9), "_bytes": ("_gib", 1 / _GIB), "_s": ("_ms", 1e3)}

@@ -12,7 +12,7 @@ import torch
 
 import memkit
 from memkit.device import Event, ReferenceDevice, Stream
-from memkit.device.clocks import ReferenceEvent
+from memkit.device.reference import ReferenceEvent
 
 PACKAGE = str(Path(memkit.__file__).parent)
 DEVICE = str(Path(PACKAGE) / "device")

@@ -25,7 +25,7 @@ from memkit.device import ReferenceDevice
 from memkit.errors import MissingTorchNameError
 from memkit.profile.simulate import attention, run, target
 from memkit.recording import borders, ops
-from memkit.weights import scaler, selection
+from memkit.weights import layer_offload, selection
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +115,7 @@ USES: dict[str, Callable[[], object]] = {
     "active_replica": lambda: torch_private.active_replica,
     "parameters_of_replica": lambda: torch_private.parameters_of_replica(Replica()),
     "scale_of": lambda: torch_private.scale_of(Replica()),  # type: ignore[arg-type]  # no scaler, on purpose
-    "unscale_grads": lambda: scaler.GradScaler("cpu")._unscale_grads_(None, torch.ones(1), torch.ones(1), False),  # type: ignore[arg-type]
+    "unscale_grads": lambda: layer_offload.GradScaler("cpu")._unscale_grads_(None, torch.ones(1), torch.ones(1), False),  # type: ignore[arg-type]
     "op_of_custom": lambda: torch_private.op_of_custom(Replica()),  # type: ignore[arg-type]  # no op, on purpose
     "packet_name": lambda: ops.names_of_ops([torch.ops.aten.mul]),
     "higher_order_effect": lambda: torch_private.higher_order_effect(torch.ops.aten.mul.Tensor),

@@ -69,7 +69,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memkit
 from memkit.device import Device, ReferenceDevice, open_device
-from memkit.transfer.link import measure_beside_copies, measure_both_ways, measure_link
+from memkit.transfer.lanes import measure_beside_copies, measure_both_ways, measure_link
 
 TAG = "bench"
 NUM_SETTLING = 4

@@ -20,7 +20,7 @@ from workloads import gpt2, llama_3b, whisper
 import memkit
 from memkit.device import Device
 from memkit.transfer import Link, measure_link
-from memkit.weights.stats import LayerStats
+from memkit.weights.layer_offload import LayerStats
 
 RATIOS = (0.0, 0.5, 1.0)
 NUM_WARMUP = 3

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memkit
 from memkit.transfer import measure_link
-from memkit.transfer.link import measure_both_ways
+from memkit.transfer.lanes import measure_both_ways
 
 WEIGHT_BYTES = 2
 STATE_BYTES = 12

@@ -23,7 +23,7 @@ from states_steps import (
 import memkit
 from memkit.cli.machine import REHEARSAL, WHOLE, HostUpdates
 from memkit.transfer import measure_link
-from memkit.transfer.link import measure_both_ways
+from memkit.transfer.lanes import measure_both_ways
 
 ROWS: dict[str, dict] = {
     "device": {"update": "device", "clips": True},

@@ -24,9 +24,7 @@ _MOST_NAMES = 3
 
 
 class Unused:
-    """Warns once, at the user's line that made it, if an optimizer is about to step a module's parameters before the module's
-    first forward. Parts of a module may run earlier: only the step tells. The hook stays within a step: torch iterates over all
-    hooks of its kind there, and fails if one is removed."""
+    """Warns once, at the user's line, if an optimizer is about to step a module's parameters before its first forward."""
 
     def __init__(self, module: nn.Module, what: str) -> None:
         self._module = weakref.ref(module)
@@ -93,13 +91,10 @@ class Attachment:
             for other in attached_to(model):
                 if isinstance(other, Attachment) and other.context.goes_outside:
                     other._hooks.put_outside()
-            note_attached(self, is_on=Attachment._is_on, take_off=Attachment.remove)
+            note_attached(self, is_on=lambda own, module: own._model() is module, take_off=Attachment.remove)
         except BaseException:  # the caller gets no handle that could remove them
             self._hooks.remove()
             raise
-
-    def _is_on(self, module: nn.Module) -> bool:
-        return self._model() is module
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _attached_to_nothing, ()  # if the model holds its handle
@@ -145,7 +140,6 @@ class Attachment:
 
 
 def _resident(model: nn.Module, args: Any, kwargs: Any) -> dict[int, weakref.ref[torch.UntypedStorage]]:
-    """Return the storages that others hold while a module runs: its parameters, buffers and inputs."""
     known = [*model.parameters(), *model.buffers()]
     known += [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     return {key: weakref.ref(storage) for key, storage in unique_storages(known).items()}

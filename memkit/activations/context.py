@@ -42,15 +42,12 @@ class ForwardContext(Exclusive):
     """A context around forwards. One object is entered once at a time; `again` makes another that does the same."""
 
     tag = ""
-    """It remembers under this tag; "" if it learns nothing."""
     goes_outside = False
     """Of several contexts attached to a module, it is entered first."""
     asks_what_is_resident = False
     """`enter_with` gets the storages that others hold."""
     asks_for_shapes = False
-    """`shapes` gets the shapes of the module's inputs."""
     shapes: Shapes | None = None
-    """Shapes of the tensors in the surrounding call; None if unknown."""
     _entry: Any = None
 
     def __enter__(self: _Context) -> _Context:
@@ -83,17 +80,14 @@ class ForwardContext(Exclusive):
             self._entry = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which does the same and is not entered."""
         return {**self.__dict__, "_entry": None, "_looked_up": None, "_block": None, "is_entered": False}
 
     def again(self: _Context) -> _Context:
-        """Return a context that does the same and was not entered yet. It is cheap, since each forward calls it."""
         made = type(self).__new__(type(self))
         made.__dict__.update(self.__dict__, _entry=None, _looked_up=None, _block=None, is_entered=False)
         return made
 
     def attached_to(self, model: nn.Module) -> ForwardContext:
-        """Return the context to enter around each forward of a model."""
         return self
 
     def enter_with(self: _Context, resident: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> _Context:

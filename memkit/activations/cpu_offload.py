@@ -31,7 +31,7 @@ from memkit.profile import MemoryReport, find_report, timed_saves
 from memkit.profile.registry import forget_report
 from memkit.profile.tree import ModuleTree
 from memkit.recording.ops import op_kinds
-from memkit.transfer.link import measure_link
+from memkit.transfer.lanes import measure_link
 
 Ratio = float | str | Callable[..., float]
 

@@ -21,7 +21,6 @@ def _mark(tensor: Tensor, action: Action, name: str) -> Tensor:
 
 
 def _mark_in(tensor: Tensor, action: Action, stages: Sequence[Stage]) -> None:
-    """Mark a tensor, or for the stages that move, the tensors that a wrapper has: a wrapper's parts are never recomputed."""
     if not stages:
         return
     if has_own_dispatch(tensor) and torch_private.is_wrapper(tensor):

@@ -16,7 +16,6 @@ _USED_BY = "used by"
 
 
 def _of(context: str, default: Any = 0) -> Any:
-    """Return a field that only contexts of one kind fill in."""
     return field(default=default, metadata={_USED_BY: context})
 
 
@@ -89,8 +88,6 @@ class SavedTensorStats:
     """Pinned host memory that is held for the tag now."""
     num_pins: int = _of_offload()
     """How often memory was pinned since the tag was new or reset."""
-    peak_live_bytes: int = _of_offload()
-    """The most bytes of records of `CPUOffload` that were on the device at once."""
     hint: str = _of_offload("")
     """Advice, if something is known to help."""
 
@@ -197,8 +194,7 @@ _sources: dict[str, tuple[_Tags, _Figures]] = {}
 
 
 def report_from(context: str, *, tags: _Tags, figures: _Figures) -> None:
-    """Have `stats` ask contexts of one kind: `tags` returns the tags under which one was entered, and `figures` the fields of
-    `SavedTensorStats` that it fills in for a tag, None if none was entered under that."""
+    """Have `stats` ask contexts of one kind for their `tags`, and for the `figures` that they fill in for a tag."""
     _sources[context] = tags, figures
 
 
@@ -233,10 +229,7 @@ _FRAGMENTED = 1.35
 
 
 def fragmentation_hint(allocated_bytes: int | None, reserved_bytes: int | None) -> str:
-    """Return advice if the allocator holds far more than it has handed out and was not told to avoid that; else nothing.
-
-    Source: `expandable_segments` of PyTorch's CUDA caching allocator.
-    """
+    """Return advice if the allocator holds far more than it has handed out and was not told to avoid that; else nothing."""
     if not allocated_bytes or not reserved_bytes or reserved_bytes <= _FRAGMENTED * allocated_bytes:
         return ""
     if any(

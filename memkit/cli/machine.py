@@ -19,7 +19,7 @@ from memkit.device import Device
 from memkit.device.ceilings import measure_ceilings, measure_flops, measure_launch
 from memkit.plan.gpu import FACTORS, GpuSpec
 from memkit.transfer import Arena, Disk, measure_link
-from memkit.transfer.link import measure_beside_copies, measure_both_ways
+from memkit.transfer.lanes import measure_beside_copies, measure_both_ways
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

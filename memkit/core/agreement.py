@@ -14,15 +14,12 @@ from memkit.errors import ShardError, note_on
 _Value = TypeVar("_Value")
 
 _FINE = torch.iinfo(torch.int64).max
-"""In place of a rank number: no rank has raised."""
 
 
 def together(
     work: Callable[[], _Value], describe: Callable[[_Value], Iterable[object]], *, doing: str, feature: str = "shard"
 ) -> _Value:
-    """Run `work` on every rank of the default group; return this rank's result once all ranks are done. By `repr`, the parts of
-    the results that `describe` returns must be the same on all ranks. If `work` communicates, it must call `agree` before.
-    Raises this rank's error, or ShardError if another rank has raised, results differ, or a rank didn't come this far."""
+    """Run `work` on every rank; raise its error, or ShardError if another rank raised or gives another result by `describe`."""
     value: _Value | None = None
     raised: Exception | None = None
     digest = 0
@@ -39,8 +36,7 @@ def together(
 
 
 def agree(raised: Exception | None = None, digest: int = 0, *, doing: str, feature: str) -> None:
-    """Wait until every rank of the default group is here. If one passes an exception or another digest (of 62 bits), or doesn't
-    come this far, raise on all: its own exception on that rank, a ShardError on the others."""
+    """Wait for every rank. If one passes an exception or another digest, raise: its own there, a ShardError on the others."""
     rank = dist.get_rank()
     try:
         if dist.get_backend() == dist.Backend.GLOO:  # it can name a rank that didn't come within its timeout
@@ -48,7 +44,9 @@ def agree(raised: Exception | None = None, digest: int = 0, *, doing: str, featu
         found = torch.tensor([_FINE if raised is None else rank, digest, -digest], device=_device())
         dist.all_reduce(found, op=dist.ReduceOp.MIN)
         first, least, greatest = found.tolist()
-        text = "" if first == _FINE else _sent_by(first, "" if raised is None else f"{type(raised).__name__}: {raised}")
+        sent = ["" if raised is None else f"{type(raised).__name__}: {raised}"]
+        if first != _FINE:
+            dist.broadcast_object_list(sent, first, device=_device())
     except (RuntimeError, ValueError) as error:
         if raised is not None:
             raise raised from None
@@ -60,7 +58,7 @@ def agree(raised: Exception | None = None, digest: int = 0, *, doing: str, featu
         note_on(raised, f"memkit: raised on rank {rank} of {dist.get_world_size()} while {doing}")
         raise raised
     if first != _FINE:
-        raise ShardError(f"{feature}: while {doing}, rank {first} raised {text}", rank=first)
+        raise ShardError(f"{feature}: while {doing}, rank {first} raised {sent[0]}", rank=first)
     if least != -greatest:
         raise ShardError(
             f"{feature} needs the same model on every rank; found that ranks differ in names, shapes, dtypes or requires_grad "
@@ -74,10 +72,3 @@ def _device() -> torch.device:
         return torch.device("cpu")
     kind = next(iter(backends))
     return torch.device(kind, torch.accelerator.current_device_index())
-
-
-def _sent_by(source: int, text: str) -> str:
-    """Return one rank's text on all ranks. All ranks call it."""
-    sent = [text]
-    dist.broadcast_object_list(sent, source, device=_device())
-    return sent[0]

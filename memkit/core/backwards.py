@@ -1,11 +1,10 @@
 """Which backward is running, when it reaches a tensor, and when it ends.
 
-Autograd numbers its backwards: `torch_private.backward_task()` is the number of the one that runs in this thread, -1 outside of
-one. State of a backward is kept under this number; `on_end` tells its owner of the end.
+State of a backward is kept under its number, `torch_private.backward_task()` (-1 outside of one); `on_end` tells its owner of
+the end.
 
-[Note: backwards that have failed and are not over] The engine has a thread for each device but the host, whose part runs in the
-thread that calls `backward()`. If a node of that part fails, `backward()` raises at once, while the other threads finish the
-nodes that they have begun. Until then the backward is not over, and its hooks run beside the caller's next code. So code that
+[Note: backwards that have failed and are not over] If a node of the host's thread fails, `backward()` raises at once, while the
+engine's threads for devices finish the nodes that they have begun, and hooks run beside the caller's next code. So code that
 changes what such hooks change waits for them first: `BackwardEnd.join`. A backward that is not over after a minute is taken for
 one of another thread, which may itself wait for this one.
 """
@@ -28,9 +27,9 @@ _POLL_S, _MOST_S = 1e-4, 60.0
 
 
 class BackwardEnd:
-    """Tells when a backward is over: see `on_end`. The engine calls its callbacks when a backward has succeeded, and drops them
-    when the backward or a callback has failed. Only the engine holds this callback, so its death means a failure. Source:
-    DistributedDataParallel, which queues its callback the same way."""
+    """Tells when a backward is over: see `on_end`. The engine calls its callbacks when a backward has succeeded, else it
+    drops them, and it alone holds this one: its death means a failure. Source: DistributedDataParallel, which queues its
+    callback the same way."""
 
     __slots__ = ("_among", "_held", "_hook", "_lock")
 
@@ -50,8 +49,7 @@ class BackwardEnd:
         return self._hook is None or self._held() is None
 
     def join(self) -> bool:
-        """Wait until the backward is over and no thread is in the hook; return whether it is over. A hook that an interrupt has
-        kept from being called is not called any more. Within a backward, which may be this one, this doesn't wait."""
+        """Wait until the backward is over, and its hook ran or never will; return whether. Within a backward don't wait."""
         if torch_private.backward_task() != -1:
             return self.is_over
         most_s = time.monotonic() + _MOST_S
@@ -76,14 +74,12 @@ class BackwardEnd:
 
 
 def on_end(hook: Callable[[bool], None], *, among: set[BackwardEnd] | None = None) -> BackwardEnd:
-    """Call `hook(has_failed)` once the backward of this thread is over. If `hook(False)` raises, the backward fails with that
-    error, and `hook(True)` is called as well, to finish the clean-up."""
+    """Call `hook(has_failed)` once this thread's backward is over; `hook(True)` also if `hook(False)` raised, so fails it."""
     return BackwardEnd(hook, among)
 
 
 def pass_through(torch_device: torch.device) -> None:
-    """Run a small backward on a device within the current one. The engine runs it ahead of all else, so when it is over, the
-    engine's thread for the device has ended the node that it was at."""
+    """Run a small backward within the current one: the engine's thread for the device then has ended the node it was at."""
     with torch_private.without_dispatch_modes(), torch.inference_mode(False), torch.enable_grad():
         leaf = torch.zeros((), device=torch_device, requires_grad=True)
         torch.autograd.grad(leaf.clone(), leaf)
@@ -97,8 +93,7 @@ _IS_OUTPUT = "memkit.output"
 
 
 def before(outputs: object, hook: Callable[[object], None]) -> bool:
-    """Call `hook(gradients)` each time autograd has a gradient of a tensor in `outputs`, a pytree; return whether there is any.
-    The graph keeps the hook. A tensor that was among the outputs of an earlier call keeps the hook of that call."""
+    """Call `hook(gradients)` each time autograd has one of a tensor in `outputs`, a pytree; return whether there is any."""
     is_any = False
     tensors = (outputs,) if isinstance(outputs, Tensor) else torch_private.tree_leaves(outputs)
     for tensor in tensors:
@@ -110,10 +105,3 @@ def before(outputs: object, hook: Callable[[object], None]) -> bool:
                 node.register_prehook(hook)
                 is_any = True
     return is_any
-
-
-def gradient_node(parameter: Tensor) -> Any:
-    """Return the `AccumulateGrad` node of a parameter: a new one if no live graph has used the parameter in its current
-    form."""
-    with torch.enable_grad(), torch_private.without_dispatch_modes():
-        return torch.autograd.graph.get_gradient_edge(parameter).node

@@ -43,12 +43,8 @@ class Claims:
         self.thread = -1
         self.calls: list[Call] = []
 
-    def are_going_on(self) -> bool:
-        """Tell whether that thread, which may have died, has calls on its stack: an interrupt may have left some that are not.
-        A walk up the stack of a running thread may seem to end too soon, so this looks several times."""
-        return any(self._are_on_stack() for _ in range(_NUM_LOOKS))
-
     def _are_on_stack(self) -> bool:
+        """Tell whether that thread, which may have died, has calls on its stack; a walk up a running thread's is repeated."""
         frames = {call.frame for call in self.calls}
         frame = sys._current_frames().get(self.thread) if frames else None
         while frame is not None and frame not in frames:  # in the end it is no frame of this call, which would hold itself
@@ -56,13 +52,11 @@ class Claims:
         return frame is not None
 
     def end_left(self) -> None:
-        """End the calls that an interrupt has left in that thread, if none is going on there."""
         with self.lock:
             self.may_end_left()
 
     def may_end_left(self) -> bool:
-        """Do so, under the lock; return False if some are going on."""
-        if self.are_going_on():
+        if any(self._are_on_stack() for _ in range(_NUM_LOOKS)):
             return False
         for left in reversed(self.calls):
             _end(left, Ending.LEFT)
@@ -77,7 +71,6 @@ _NUM_LOOKS = 3
 class Calls(threading.local):
     def __init__(self) -> None:
         self.under_way: list[Call] = []
-        """The outermost first; always the same list."""
 
     def __len__(self) -> int:
         return len(self.under_way)
@@ -158,8 +151,7 @@ def _end(call: Call, ending: Ending) -> None:
 
 
 def _stack() -> set[FrameType]:
-    """Return the frames on the stack, but for this one and the caller's: a frame that held itself would keep the others
-    alive."""
+    """Return the frames on the stack above the caller's: a frame that held itself would keep the others alive."""
     stack = set[FrameType]()
     frame = sys._getframe(1).f_back
     while frame is not None:
@@ -181,7 +173,6 @@ class Around:
         own = vars(module).get(place)  # read once: another thread may put something there, or take it off
         self.code: Code = getattr(module, place) if own is None else own
         self._is_own = own is not None
-        """Whether the instance, not the class, had the attribute."""
         self._run: Run | None = run
         """None after the removal, since another wrapper may still call this one."""
 

@@ -9,19 +9,13 @@ others as they are, depending on their place (seen with torch 2.10 and 2.15):
 | a hook on the module | compiled by itself, when called | as it is, on the one around | as it is |
 | a hook on a child, set later | never called | never called | never called |
 | a global hook, set later | compiled by itself | twice: as it is, and compiled | as it is |
-| a global hook, set ahead | also in the graph, see below | same | same |
-| hooks of saved tensors | as they are, but see below | same | same |
-| a dispatch mode | runs op by op, nothing is compiled | same | same |
 
-A graph contains the global hooks that are set when it is made, for the modules inside: it is made again when values that they
-read change, and broken where they are marked. If a frame was left uncompiled, its ops save one by one, and hooks of saved
-tensors are compiled by themselves. Code compiled by itself is compiled again when it reads something else, up to Dynamo's
-limit. A hook with a mark (`_Untraced` in `hooks.py`), or whose code Dynamo was told to leave (`leave_untraced`), is called as
-it is.
+A global hook that is set when a graph is made is in it, for the modules inside. Where a frame was left uncompiled, its ops save
+one by one, and hooks of saved tensors are compiled by themselves. A hook with a mark (`_Untraced` in `hooks.py`), or whose code
+Dynamo was told to leave (`leave_untraced`), is called as it is. Under a dispatch mode nothing is compiled.
 
-In each of the three, and where `forward` is decorated, the compiled code is called through one attribute of the module. A
-function in its place is called ahead of that code and of its hooks, returns behind them, runs as plain Python, and no code is
-compiled again because of it.
+In each way the compiled code is called through one attribute of the module. A function in its place is called ahead of that
+code and of its hooks, returns behind them, runs as plain Python, and no code is compiled again because of it.
 """
 
 from __future__ import annotations
@@ -45,13 +39,11 @@ AHEAD_OF_COMPILED_S = 1e-3
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether `torch.compile` has compiled, or will compile, the whole module."""
     return _place_of_code(module) is not None
 
 
 def compiled_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost compiled modules in a module, possibly itself. This runs in each forward with Dynamo loaded, so it
-    looks at each class once, and in each module only at its own attributes."""
+    """Yield the outermost compiled modules in a module, in each forward: only classes and own attributes are looked at."""
     seen, plain, code = set[nn.Module](), set[type[nn.Module]](), torch_private.COMPILED_CALL
     waiting = [module]
     while waiting:
@@ -75,8 +67,7 @@ def compiled_in(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def around_compiled(hooks: HookSet, module: nn.Module, run: Run) -> None:
-    """Until the hooks are removed, call `run` in place of a compiled module's code, just outside of it. It is not compiled, and
-    a copy of the module doesn't have it. See [Note: calls of compiled modules]."""
+    """Until the hooks are removed, call `run` in place of a module's compiled code: see [Note: calls of compiled modules]."""
     place = _place_of_code(module)
     if place is None:
         raise ValueError(f"around_compiled needs a module that torch.compile runs; found {type(module).__name__}")
@@ -116,8 +107,7 @@ def note_asked() -> None:
 
 
 def runs_as_it_is() -> bool:
-    """Tell whether a mode makes the caller's function run op by op, not compiled. Cheap if Dynamo was not asked to compile
-    anything since the last answer."""
+    """Tell whether a mode makes the caller's function run op by op, not compiled. Cheap while Dynamo is asked nothing new."""
     if not _asked.was_asked:
         return False
     _asked.was_asked = in_compiled_function()
@@ -125,7 +115,6 @@ def runs_as_it_is() -> bool:
 
 
 def _place_of_code(module: nn.Module) -> str | None:
-    """Return the attribute through which a module's compiled code is called; None if it is not compiled."""
     own = vars(module)
     code = own.get(torch_private.COMPILED_CALL)
     if code is not None:

@@ -14,7 +14,6 @@ _OLDEST = {
     "torchvision": "0.25",
     "transformers": "4.50",
 }
-"""The oldest accepted versions, as in the extras."""
 
 
 def how_to_install(package: str) -> str:

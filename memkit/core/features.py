@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 
 from memkit.core.interrupts import Block, Blocks, Exclusive
-from memkit.errors import LayerOffloadError, ProfileError
+from memkit.errors import LayerOffloadError, MemkitError, ProfileError
 
 _Owner = TypeVar("_Owner")
 
@@ -21,11 +21,17 @@ _attached: weakref.WeakKeyDictionary[Any, tuple[Callable[..., bool], Callable[..
 
 
 class NotCopied:
-    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
-        raise LayerOffloadError(
+    _copied: tuple[type[MemkitError], str] = (
+        LayerOffloadError,
+        (
             "a model was copied, or pickled whole, while LayerOffload streams its weights. Copy it before, or after "
             "offload.close(); to save it, use model.state_dict()"
-        )
+        ),
+    )
+
+    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
+        kind, said = self._copied
+        raise kind(said)
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         self.__deepcopy__({})

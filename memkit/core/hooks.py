@@ -1,5 +1,4 @@
-"""The only place that sets hooks on a model, a graph node, the autograd engine or the steps of all optimizers, so that each is
-removed again, in reverse order, on success and on error."""
+"""The only place that sets hooks on models, graph nodes, the engine and optimizers, so that each is removed again."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from traceback import walk_stack
 from types import FrameType, TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -30,9 +29,7 @@ class RemovableHandle(Protocol):
 
 
 class StepHook:
-    """Calls `hook(optimizer)` before each step of every optimizer, from `set` until removed or dropped. torch refers to
-    neither, so they may belong to objects that they hold. If this is dropped within a step, torch's part does nothing from then
-    on and goes when the next is set: torch fails if a hook goes while it calls them."""
+    """Calls `hook(optimizer)` before every step until removed or dropped; within a step, torch's part only goes idle."""
 
     def __init__(self, hook: Callable[[torch.optim.Optimizer], None]) -> None:
         self.hook = hook
@@ -56,7 +53,6 @@ def _call(reference: weakref.ref[StepHook], optimizer: torch.optim.Optimizer, *_
 
 
 def put_last(handle: RemovableHandle) -> None:
-    """Move a hook behind all others of its kind, also later ones."""
     hook: Any = handle
     hook.hooks_dict_ref().move_to_end(hook.id)
 
@@ -82,8 +78,7 @@ def _remove_left() -> None:
 
 
 class _Untraced:
-    """Calls a hook so that Dynamo neither traces nor compiles it or its callees: as `torch.compiler.disable`, which loads
-    Dynamo."""
+    """Calls a hook so that Dynamo neither traces nor compiles it: as `torch.compiler.disable`, which loads Dynamo."""
 
     def __init__(self, hook: Callable[..., None]) -> None:
         self._hook = hook
@@ -150,14 +145,12 @@ class HookSet:
         self._handles.append(module.register_forward_pre_hook(_Untraced(hook), prepend=True, with_kwargs=True))
 
     def within_hooks(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """As `around_forward`, but call `before(module, args, kwargs)` after a module's other pre-hooks, and `after(module,
-        args, output)` before its other hooks or when the forward raises."""
+        """As `around_forward`, but inside of the module's other hooks, and `before` gets the keyword arguments."""
         self._handles.append(module.register_forward_pre_hook(_Untraced(before), with_kwargs=True))
         self._handles.append(module.register_forward_hook(_Untraced(after), prepend=True, always_call=True))
 
     def around_hooks_of(self, library: str, module: nn.Module, hook: Callable[..., None]) -> None:
-        """Call `hook(True, module, args)` just before the pre-hook that a library has set on a module, and `hook(False, ...)`
-        just after it, as plain Python even if the module was compiled."""
+        """Call `hook(is_before, module, args)` just around the pre-hook that a library has set on a module, as plain Python."""
         self._handles += [module.register_forward_pre_hook(_Untraced(partial(hook, begins))) for begins in (True, False)]
         handles: list[Any] = self._handles[-2:]
         hooks, (before, after) = handles[0].hooks_dict_ref(), [handle.id for handle in handles]
@@ -183,22 +176,17 @@ class HookSet:
         self._handles.append(node.register_prehook(lambda _: hook()))
 
     def around_accumulation(
-        self, parameter: Tensor, *, before: Callable[[Tensor], None], after: Callable[[Tensor], None], steps: bool
+        self, parameter: Tensor, *, before: Callable[[Tensor], None], after: Callable[[Tensor], None]
     ) -> None:
-        """Call `before(grad)` as `before_accumulation` does, and `after(parameter)` after each accumulated gradient; `steps`
-        says whether `after` writes to parameters, as an optimizer does."""
+        """Call `before(grad)` ahead of an accumulation and `after(parameter)` behind, without a Python frame of its own."""
         self.before_accumulation(parameter, before)
-        behind = _AfterAccumulation(weakref.proxy(after))
-        behind.steps = steps
+        behind = partial[None](weakref.proxy(after))
         self._handles.append(_Held(after, behind))
         self._handles.append(parameter.register_post_accumulate_grad_hook(behind))
 
     def before_accumulation(self, parameter: Tensor, hook: Callable[[Tensor], None]) -> None:
         """Call `hook(grad)` before the engine accumulates a gradient, or `torch.autograd.grad` returns it."""
         self._handles.append(parameter.register_hook(hook))
-
-    def before_step(self, optimizer: torch.optim.Optimizer, hook: Callable[[], None]) -> None:
-        self._handles.append(optimizer.register_step_pre_hook(lambda *_: hook()))
 
     def before_any_step(self, hook: Callable[[torch.optim.Optimizer], None]) -> None:
         """Call `hook(optimizer)` before each step of every optimizer: see `StepHook`."""
@@ -207,8 +195,7 @@ class HookSet:
         held.set()
 
     def around_all_forwards(self, *, before: Callable[..., None], after: Callable[..., None]) -> None:
-        """In all threads, call `before(module, args)` before every forward, and `after(module, args, kwargs, output)`, or
-        `after(module, args, None)` if it raises, after it."""
+        """In all threads, call `before(module, args)` before every forward, and `after` after it, also if it raises."""
         self.ahead_of_all_forwards(before)
         last = _WithKeywords()
         self._handles.append(last)
@@ -224,42 +211,26 @@ class HookSet:
             self._handles.pop()
 
 
-class _AfterAccumulation(partial[None]):
-    """Called after a gradient was accumulated, without a Python frame of its own."""
-
-    steps = False
-
-
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Holds the function that such a hook refers to weakly: Python's collector doesn't see torch's references, and would free
-    none."""
+    """Holds the function that such a hook refers to weakly: Python's collector doesn't see torch's references."""
 
     after: Callable[[Tensor], None]
-    behind: _AfterAccumulation
+    behind: partial[None]
 
     def remove(self) -> None:  # an interrupt may have left the hook set: from now on it does nothing
         self.behind.__setstate__((nullcontext().__exit__, (), {}, None))  # type: ignore[attr-defined]  # not in the stubs
 
 
 def may_step_in_backward(parameter: Tensor) -> bool:
-    hooks = torch_private.post_accumulate_hooks(parameter) or {}
-    return any(not isinstance(hook, _AfterAccumulation) or hook.steps for hook in hooks.values())
-
-
-@runtime_checkable
-class Ends(Protocol):
-    def end(self, *, has_failed: bool) -> None:
-        """Remove the hooks, if they are still on."""
+    return bool(torch_private.post_accumulate_hooks(parameter))
 
 
 HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""The pack hook and the unpack hook."""
 
 
 class SavedTensorHooks(AbstractContextManager[Any]):
-    """A context in which autograd passes each saved tensor to `pack`, and gets it back from `unpack`, unless other hooks are
-    inside. Compiled code calls them too; they are not compiled. Source: `torch.autograd.graph.saved_tensors_hooks`."""
+    """A context in which autograd has tensors packed and unpacked. Source: `torch.autograd.graph.saved_tensors_hooks`."""
 
     def __init__(
         self,
@@ -319,24 +290,19 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         elif not self._was_taken_off:
             del above[:1]  # after an interrupt another context's exit has taken it off, and left this one instead
         if above and not self.hands_on:
-            above = [pair for pair in above if not _is_of_left(pair)]
+            # but for those of a layer that an interrupt has left: they would pass on later tensors
+            above = [pair for pair in above if not any(hooks.hands_on and hooks.pack is pair[0] for hooks in _stacked.hooks)]
         for pair in reversed(above):
             self._push(*pair)
         _stacked.hooks.remove(self)  # last: until then, an interrupt leaves it to `end_left`
 
 
 def end_left() -> None:
-    """End the contexts that an interrupt has made this thread leave unnoticed."""
     for hooks in _stacked.hooks[::-1]:
         if hooks.block is not None and hooks.block() is None:
-            if isinstance(hooks.owner, Ends):
-                hooks.owner.end(has_failed=True)
+            if (end := getattr(hooks.owner, "end", None)) is not None:
+                end(has_failed=True)
             hooks.__exit__()
-
-
-def _is_of_left(pair: HookPair) -> bool:
-    """Tell whether hooks belong to a layer that an interrupt has left: they would pass on later tensors."""
-    return any(hooks.hands_on and hooks.pack is pair[0] for hooks in _stacked.hooks)
 
 
 class _Stacked(threading.local):
@@ -352,7 +318,6 @@ def stacked_owners() -> list[object]:
 
 
 def name_of_hooks_around() -> str:
-    """Return a name for the saved-tensor hooks around the caller; empty if there are none."""
     if in_checkpoint():
         return "torch.utils.checkpoint"
     if innermost_pair() is None:
@@ -394,8 +359,7 @@ def receiving_pack() -> Callable[[Tensor], object] | None:
 
 
 def in_checkpoint() -> bool:
-    """Tell whether the caller runs inside a function that `torch.utils.checkpoint` checkpoints. The non-reentrant kind shows by
-    its saved-tensor hooks, the reentrant kind (which only turns grad mode off) by its frame on the Python stack."""
+    """Tell whether a checkpoint runs the caller: by its saved-tensor hooks, or, of the reentrant kind, by its frame."""
     if any(getattr(pack, "__module__", "") == torch_private.CHECKPOINT_HOOKS for pack, _ in _packs_on_top()):
         return True
     if torch.is_grad_enabled():

@@ -3,19 +3,16 @@
 [Note: interrupts] A `KeyboardInterrupt` may come ahead of any line, and the training loop may go on after it. No number is
 wrong then, and contexts end:
 
-- *Poisoned, then rebuilt.* An exception that breaks off a call under a lock marks the lock's object as broken. The next call,
-  at the latest in the next forward, waits for the device, gives back whatever nothing holds, derives sums, queues and counts
-  from the objects themselves (records and handles, segments and spans), and goes on. A part that cannot be rebuilt raises by
-  name. That is rare, and may take long. See `mended`.
+- *Poisoned, then rebuilt.* An exception that breaks off a call under a lock marks the lock's object as broken. The next call
+  waits for the device, gives back whatever nothing holds, derives sums, queues and counts from the objects themselves (records
+  and handles, segments and spans), and goes on. A part that cannot be rebuilt raises by name. See `mended`.
 - *Held before issued.* A copy is put on a lane only when the holders of its storage and its host memory are noted. They let go
   only when a stream has waited for the event recorded after the copy, or the host for the device.
-- *Deaths are noted without a line of Python,* by weak references that put themselves into a queue: an interrupt in a finalizer
-  is lost, and the rest of the finalizer with it.
+- *Deaths are noted without a line of Python,* by weak references that put themselves into a queue.
 - *Contexts end.* An interrupt in `__enter__` undoes it at once. After one in `__exit__`, the next context to be entered in the
   thread finishes that. See `Exclusive`, and `memkit.core.hooks.end_left`.
-- *A lock is held by `with` alone.* Python lets no interrupt in between the two halves of taking or giving back a lock. It may
-  let one in right after the lock was given back, and the call's result is lost. So whatever the caller would lose can be found
-  otherwise: by a weak reference that dies with it, or, for host memory, as allocated and not held (`Arena.give_all`).
+- *A lock is held by `with` alone.* An interrupt may come right after the lock was given back, and the call's result is lost. So
+  whatever the caller would lose can be found otherwise: by a weak reference that dies with it, or by `Arena.give_all`.
 """
 
 from __future__ import annotations
@@ -26,32 +23,18 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-
-class Mendable(Protocol):
-    is_broken: bool
-    """Whether a call was broken off, and left something half done."""
-
-    @property
-    def lock(self) -> AbstractContextManager[object]: ...
-
-    def mend(self) -> object:
-        """Repair it, under the lock, and set `is_broken` to False at the end."""
-
-
-_Held = TypeVar("_Held", bound=Mendable)
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
 
-def mended(call: Callable[Concatenate[_Held, _Args], _Result]) -> Callable[Concatenate[_Held, _Args], _Result]:
-    """Hold the lock of a method's object while the method runs, after repairing what an earlier call has left half done."""
+def mended(call: Callable[Concatenate[Any, _Args], _Result]) -> Callable[Concatenate[Any, _Args], _Result]:
+    """Hold the `lock` of a method's object while the method runs, after `mend` of what an earlier call has left half done."""
 
     @functools.wraps(call)
-    def locked(held: _Held, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+    def locked(held: Any, /, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         with held.lock:
             if held.is_broken:
                 held.mend()
@@ -89,9 +72,7 @@ class Blocks(threading.local):
 
 
 class _HeldExit:
-    """An `__exit__` that tells whether a thread is still in the context. A `with` statement looks `__exit__` up before
-    `__enter__`, and holds the result until the block is left in any way. So each look-up returns a new object, whose death
-    means that the block was left. It is no Python function, whose frame in a traceback would keep it alive."""
+    """An `__exit__` whose death means that the block was left: `with` holds it, and each look-up makes a new one."""
 
     def __get__(self, context: Exclusive | None, _: type[Any]) -> Callable[..., None]:
         if context is None:
@@ -102,8 +83,7 @@ class _HeldExit:
 
 
 class Exclusive(ABC):
-    """A context that can't be entered twice at once, and copes with an interrupt that hides its exit. If `__enter__` is called
-    by hand, or by an `ExitStack`, it is entered until `__exit__` is called or it is freed."""
+    """A context that can't be entered twice at once, and copes with an interrupt that hides its exit."""
 
     _looked_up: Block | None = None
     _block: Block | None = None

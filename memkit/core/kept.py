@@ -15,8 +15,7 @@ _Parameter = nn.Parameter
 
 
 class KeptHandle:
-    """A saved tensor that stays. Saved-tensor hooks switch off autograd's check for later writes; this does it again. The alias
-    shares the tensor's version counter, which counts writes through any view. The tensor itself may hold the graph."""
+    """A saved tensor that stays, by an alias that shares the version counter: the tensor itself may hold the graph."""
 
     __slots__ = ("__weakref__", "alias", "version")
 
@@ -50,16 +49,13 @@ class KeptHandle:
 
 
 class ScheduledHandle(tuple[Any, ...]):
-    """A saved tensor of a forward that follows a schedule: an object that keeps the forward alive, the action, an alias that
-    shares the version counter (with the bytes, unless they leave), and the version. No Python function is called to make or
-    unpack it. A tensor that stays, with nothing to do, is a plain tuple of an alias and the version."""
+    """Of a forward by a schedule: the object that keeps it alive, the action, an alias with the version counter, a version."""
 
     __slots__ = ()
 
 
 class ForwardedHandle(KeptHandle):
-    """A saved tensor that was passed to outer hooks, with none of its bytes. If `is_checked`, a later write to the tensor is an
-    error here; otherwise the outer hooks decide."""
+    """A saved tensor that outer hooks have, without its bytes. If `is_checked`, a later write to it is an error here."""
 
     __slots__ = ("_is_checked", "_packed", "_size", "_unpack")
 
@@ -87,8 +83,7 @@ class ForwardedHandle(KeptHandle):
 
 
 class FlattenedHandle(KeptHandle):
-    """A saved tensor that wraps others (a DTensor, a jagged one, a quantized weight). `pack` takes the inner tensors, or those
-    that `leaves` picks by name; the others are kept."""
+    """A saved tensor that wraps others: `pack` takes the inner ones that `leaves` picks by name; the others are kept."""
 
     __slots__ = ("_context", "_inner", "_kind", "_size", "_stride")
 
@@ -115,8 +110,6 @@ class FlattenedHandle(KeptHandle):
 def modified_error(
     tensor: Tensor, version: int, size: Callable[[], torch.Size] | None = None, version_now: int | None = None
 ) -> RuntimeError:
-    """Return autograd's own error for a tensor that was written to after it was saved at `version`. `size` and `version_now`
-    tell the tensor's, where `tensor` is an alias without them."""
     try:
         described = f"{tensor.type()} {list((size or tensor.size)())}"
     except RuntimeError:  # not every layout has these

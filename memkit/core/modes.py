@@ -33,5 +33,4 @@ class Mode(torch_private.DispatchMode):
         leave_mode(self)
 
     def close(self) -> None:
-        """Leave it, also behind an interrupt in `__exit__`: `with closing(mode), mode`."""
         leave_mode(self)

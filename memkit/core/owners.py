@@ -25,8 +25,7 @@ class Owner(Protocol):
     """Owner of storages that it overwrites: a saved tensor must not keep a plain reference to one."""
 
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return a function that returns the tensor with its current bytes, and raises autograd's error if it was written
-        to."""
+        """Return a function that returns the tensor with its current bytes, or raises autograd's error if it was written to."""
 
     def streamed(self) -> StreamedWeights:
         """Return the parameters that stream through its storages."""
@@ -34,8 +33,6 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedWeights:
-    """Parameters that are in host memory, and on a device only around each use."""
-
     layers: tuple[nn.Module, ...] = ()
     """The modules whose parameters are copied together."""
     parameters: tuple[Tensor, ...] = ()
@@ -77,8 +74,7 @@ def find_streamed(modules: Iterable[nn.Module]) -> StreamedWeights:
 
 
 with_offloaded_states: weakref.WeakKeyDictionary[torch.optim.Optimizer, Callable[[], int]] = weakref.WeakKeyDictionary()
-"""Optimizers that step in pieces, with their states in host memory; each with a function that returns how many bytes of states
-its first step will make on the device."""
+"""Optimizers that step in pieces, each with a function for the bytes of states that its first step makes on the device."""
 
 
 class ModelStorages:
@@ -97,12 +93,11 @@ class _Aside(threading.local):
 
 
 aside = _Aside()
-"""Whether this thread runs such a model: read directly on hot paths. Elsewhere call `are_owners_set_aside`."""
+"""Whether this thread runs such a model: read as `aside.is_set`."""
 
 
 @contextmanager
 def owners_set_aside() -> Iterator[None]:
-    """Keep weights from streaming in this thread: the model runs on stand-ins without data."""
     before, aside.is_set = aside.is_set, True
     try:
         yield
@@ -110,17 +105,11 @@ def owners_set_aside() -> Iterator[None]:
         aside.is_set = before
 
 
-def are_owners_set_aside() -> bool:
-    return aside.is_set
-
-
 _Own = TypeVar("_Own", bound="GradientStandIn")
 
 
 class GradientStandIn(Tensor):
-    """The `grad` of a parameter that was stepped within the backward, so that it isn't mistaken for no gradient: using it
-    raises. It takes the memory of one element. Each feature that steps in the backward has a subclass, with the error and the
-    advice."""
+    """The `grad` of a parameter that was stepped within the backward: using it raises. Each feature has a subclass."""
 
     error: ClassVar[type[MemkitError]]
     advice: ClassVar[str]
@@ -138,8 +127,7 @@ class GradientStandIn(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Allow reading attributes and moves with the parameter, make `zero_grad`'s calls do nothing, and raise for all
-        else."""
+        """Allow reading attributes and moves with the parameter, make `zero_grad`'s calls do nothing, and refuse all else."""
         name = func.__name__
         if name in _ZERO_GRAD:
             return args[0]

@@ -13,8 +13,7 @@ from memkit.errors import MemkitError
 def read_json(
     source: str | os.PathLike[str], *, schema: str, version: int, what: str, error: type[MemkitError], do: str = ""
 ) -> tuple[dict[str, Any], str]:
-    """Return the content of memkit's JSON, and a name of its source for errors. Raises `error` for another kind or a newer
-    memkit's JSON, OSError if the file can't be read."""
+    """Return the content of memkit's JSON, and a name of its source; raise `error` for another kind, or a newer memkit's."""
     where = "this text" if isinstance(source, str) else f"'{os.fspath(source)}'"
     do = f" {do}" if do else ""
     try:

@@ -1,14 +1,9 @@
 """Spans: neighboring children of a `Sequential`, called as one module.
 
-[Note: spans] A flat `Sequential` has no module between its children and itself. A `SequentialSpan` makes neighbors among the
-children callable as one module. It has the same children as `sequential[4:8]`, and only the forward of the Sequential knows it:
-while spans are called, an instance attribute `forward` of the Sequential replaces the one of its class.
-
-So the hooks of the Sequential and of its children are called as before, with the same arguments. Children, entries of the
-`state_dict` and module names stay the same. A copy of the Sequential runs the forward of its class. A span is a module like any
-other: it can have hooks, be recomputed, and be nested in other spans. A region from the call of one child to the end of another
-would be harder: code in between may raise, and has no frame of its own. If a child was replaced, removed or added since, the
-forward of the class runs, without spans.
+[Note: spans] A flat `Sequential` has no module between its children and itself. A `SequentialSpan` makes neighbors callable as
+one module, which can have hooks, be recomputed, and be nested in other spans: while spans are called, an instance attribute
+`forward` of the Sequential replaces its class's. Hooks, children, the `state_dict` and module names stay the same, and a copy
+runs the forward of its class. So does the Sequential itself if a child was replaced, removed or added since.
 """
 
 from __future__ import annotations
@@ -33,8 +28,7 @@ class SequentialSpan(nn.Sequential):
 
 
 class SpanReference:
-    """Refers to a span as a weak reference refers to a module, for as long as its Sequential and children exist; it holds none
-    of them. It returns the same span while that is held."""
+    """Refers to a span as a weak reference does to a module, as long as its Sequential and children exist."""
 
     def __init__(
         self, whole: weakref.ref[nn.Module], children: Sequence[weakref.ref[nn.Module]], first: int, size: int
@@ -44,7 +38,6 @@ class SpanReference:
         self._made: weakref.ref[SequentialSpan] | None = None
 
     def find(self) -> nn.Sequential | None:
-        """Return the Sequential; None if it is gone, has other children there, or does not just call them."""
         whole, first = self._whole(), self._first
         if whole is None or not calls_in_turn(whole):
             return None
@@ -65,8 +58,6 @@ class SpanReference:
 
 
 class SpannedForward:
-    """The forward of a `Sequential` that calls spans: see [Note: spans]."""
-
     def __init__(self, whole: nn.Sequential, spans: Iterable[SequentialSpan]) -> None:
         self._whole, self.children = whole, tuple(whole)
         waiting = sorted(spans, key=lambda span: (-span.place[0], span.place[1]))
@@ -124,13 +115,11 @@ def spanned_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, SpannedFor
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return a module's class name for users; a span has its `Sequential`'s."""
     return nn.Sequential.__name__ if isinstance(module, SequentialSpan) else type(module).__name__
 
 
 def calls_in_turn(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Tell whether a module only calls its children in order, as `Sequential` does, even if a forward that calls spans replaces
-    its own."""
+    """Tell whether a module only calls its children in order, as `Sequential` does, or a forward that calls spans."""
     if not isinstance(module, nn.Sequential) or isinstance(module, SequentialSpan):
         return False
     kind = type(module)

@@ -18,7 +18,6 @@ _UNITS = {"": 1, "B": 1}
 _UNITS |= {prefix + unit: base**at for at, prefix in enumerate("KMGT", 1) for unit, base in (("B", 1000), ("IB", 1024))}
 _STEPS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _FEWEST_BUDGET_BYTES = 1024
-"""A smaller budget without a unit is taken for a mistake."""
 
 
 def rounded(number: int, to: int) -> int:
@@ -69,8 +68,7 @@ def check_bytes(name: str, value: int | str) -> int:
 
 
 def check_budget_bytes(name: str, value: int | str, *, may_be_zero: bool = False) -> int:
-    """Return a budget: a positive number of bytes, given as a number or as text with a unit. A number without a unit is refused
-    if it is so small that another unit was meant."""
+    """Return a positive number of bytes, given as such or as text; a small number without a unit is refused as a mistake."""
     is_negative = isinstance(value, Integral) and value < 0
     num_bytes = 0 if is_negative and not may_be_zero else check_bytes(name, value)
     if num_bytes == 0 and not may_be_zero:
@@ -84,8 +82,7 @@ def check_budget_bytes(name: str, value: int | str, *, may_be_zero: bool = False
 
 
 def check_budget(budget: int | float | str, *, share: str = "share of the saved bytes that stays") -> int | float:
-    """Return a budget as bytes (an int) or as a share (a float above 0, at most 1). `share` names the whole for the errors.
-    Ambiguous text is refused."""
+    """Return a budget as bytes (an int) or as a share (a float above 0, at most 1) of what `share` names for the errors."""
     if isinstance(budget, Real) and not isinstance(budget, Integral):  # NumPy's as well
         budget = float(budget)
         if not 0 < budget <= 1:

@@ -1,11 +1,8 @@
 """Bytes of tensors, each storage counted once, and how tensors lie in them.
 
-The unit is the storage (`torch.UntypedStorage`): a view costs nothing of its own, and a small view keeps all of its storage
-alive. Identity is the storage object, never `data_ptr`, because addresses are used again.
-
-A tensor may wrap others, as a quantized weight wraps integers and scales. The inner tensors are plain ones, and get other bytes
-as a plain parameter does: they stay the same objects, so nothing has to know how a class holds them. A wrapper has no bytes,
-but says on which device it is.
+The unit is the storage (`torch.UntypedStorage`): a view keeps all of its storage alive. Identity is the storage object, never
+`data_ptr`, because addresses are used again. A tensor may wrap others, as a quantized weight wraps integers and scales: these
+stay the same objects when they get other bytes, and the wrapper says on which device it is.
 """
 
 from __future__ import annotations
@@ -30,12 +27,10 @@ _SPARSE_PARTS = {
 }
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
-"""The classes of tensors that are surely no wrappers."""
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of a tensor's elements: one of a plain tensor, one of each part of a sparse tensor, those of the inner
-    tensors of a wrapper subclass (`DTensor`, jagged and quantized tensors), none of an opaque layout."""
+    """Yield the storages of a tensor's elements: of sparse and wrapping tensors several, of an opaque layout none."""
     if torch_private.is_wrapper(tensor):
         for inner in _inner(tensor):
             yield from storages_of(inner)
@@ -50,21 +45,17 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a parameter or a view of one. FSDP2 gathers them in the forward, into storages that it uses
-    again."""
+    """Tell whether a tensor is a parameter or a view of one, as FSDP2 gathers them in the forward."""
     return type(tensor) is nn.Parameter or type(torch_private.base_of(tensor)) is nn.Parameter
 
 
 def is_range_of_bytes(tensor: Tensor) -> bool:
-    """Tell whether the bytes of one storage and a geometry fully describe a tensor, so that it can be moved or dropped and
-    restored. They don't for sparse tensors, layouts of oneDNN, strided nested and quantized tensors, and the zero tensors of
-    forward-mode autograd. For classes without `__torch_dispatch__`."""
+    """Tell whether a storage's bytes and a geometry describe a tensor: not if it is sparse, opaque, nested or quantized."""
     return tensor.layout is _STRIDED and not (tensor.is_nested or tensor.is_quantized or torch_private.is_zero_tensor(tensor))
 
 
 def counted_by(tensor: Tensor) -> Tensor:
-    """Return the tensor whose version counter a tensor shares: the base of a view. One storage may have several counters, which
-    miss each other's writes (`Tensor.data`, `Tensor.set_`, the parts of `unsafe_chunk`)."""
+    """Return the tensor whose version counter a tensor shares: the base of a view. One storage may have several of these."""
     base = torch_private.base_of(tensor)
     return tensor if base is None else base
 
@@ -169,7 +160,6 @@ def overlapping(tensors: Iterable[Tensor]) -> Iterator[list[tuple[Tensor, int, i
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the plain tensors that a tensor is made of: itself, if it wraps no others."""
     if not torch_private.is_wrapper(tensor):
         return [tensor]
     return [part for inner in _inner(tensor) for part in parts_of(inner)]

@@ -16,7 +16,6 @@ _EMPTY = frozenset({"", "-"})
 LAST = 100
 """Columns from this number on are left out only if shorter cells are not enough."""
 _SHORTEST = 16
-"""Cells stay at least this long while a column can be left out."""
 
 
 def terminal_width() -> int | None:
@@ -48,16 +47,13 @@ class TextColumn:
     cells: Sequence[str]
     right: bool = True
     goes: int | None = None
-    """The order in which columns are left out, the lowest first; from `LAST` on only if shorter cells are not enough; None:
-    never."""
+    """The order in which columns are left out; from `LAST` on only if shorter cells are not enough; None: never."""
     shortens: bool = False
     """Whether its cells may lose their middles if leaving out columns is not enough."""
 
 
 def table_text(columns: Sequence[TextColumn], width: int | None = None) -> str:
-    """Return a table in which no line is longer than `width` (None for any), unless no column of it may lose anything. Until it
-    fits, empty columns are left out, headings are broken into lines, columns are left out, and cells of some lose their
-    middles."""
+    """Return a table no wider than `width` if it can be: with columns left out, broken headings and shortened cells."""
     if width is None:
         return _made(columns)
     shown = [column for column in columns if column.goes is None or not _EMPTY.issuperset(column.cells)]
@@ -118,14 +114,10 @@ def _with_short_cells(columns: Sequence[TextColumn], over: int, shortest: int) -
     ]
 
 
-# Where a command writes
-
 STDOUT = Path("-")
-"""As a file name, standard output. Nothing else is written there then."""
 
 
 def check_writable(path: Path | None) -> None:
-    """Raise an OSError if a file can't be written, without leaving one behind."""
     if path is None or path == STDOUT:
         return
     there = path.exists()

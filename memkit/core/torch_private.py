@@ -1,11 +1,8 @@
 """Every private name of torch that memkit uses, each with its purpose and the features that stop without it.
 
 A name is looked up at its first use (PEP 562), and is a plain global of this module from then on: write
-`torch_private.backward_task()`, and never import a name from here, which would look it up at once. If torch lacks a name,
-`MissingTorchNameError` says so, and all else goes on. `torch_state.py` asks questions by these names.
-
-memkit's overrides in torch's classes (`_should_skip_dynamo`, `_unscale_grads_`) are listed here as well, and defined there.
-Operator names in tables (of autocast's casts, of ops that are not run again) are data, and stay with their users.
+`torch_private.backward_task()`, and never import a name from here. If torch lacks a name, `MissingTorchNameError` says so, and
+all else goes on. memkit's overrides in torch's classes are listed here as well.
 """
 
 from __future__ import annotations
@@ -60,7 +57,6 @@ class PrivateName:
     symbol: str
     purpose: str
     features: tuple[Feature, ...]
-    """The features that need it; empty if only `known` uses it."""
     kind: Kind = Kind.VALUE
     sample: str = ""
     """For an attribute that only instances have: the same attribute of some instance."""
@@ -109,9 +105,6 @@ def look_up(symbol: str) -> Any:
     return found
 
 
-# Looking names up
-
-
 def __getattr__(name: str) -> Any:  # torch has no types for private names
     private = NAMES.get(name)
     if private is None:
@@ -125,7 +118,6 @@ _complete = set[Feature]()
 
 
 def require(feature: Feature) -> None:
-    """Look up all names of a feature, before it has begun anything."""
     if feature in _complete:
         return
     for name, private in NAMES.items():
@@ -342,8 +334,7 @@ FSDP_SHARD, FSDP_GATHERED, LOCAL_TENSOR = "_sharded_param_data", "_unsharded_par
 FSDP_PARTS = ("unshard", "wait_for_unshard", "fsdp_params", "is_unsharded", "comm_ctx", "device_handle", "unshard_in_backward")
 FSDP_REDUCE, FSDP_LANDED = "post_backward", "grad_offload_event"  # of a group, and of each parameter that is on the host
 FSDP_INDICES, FSDP_SUMS, FSDP_TO_RUN = "_post_forward_indices", "_partial_reduce_output", "_modules_to_run_forward"
-"""How FSDP2 gathers and reduces. If one of these names is missing, it brings shards from the host by itself, and has no
-profile."""
+"""How FSDP2 gathers and reduces. Without one of these names it brings shards from the host by itself, and has no profile."""
 JAGGED_VALUES = "_values"  # the one tensor of a jagged one that may leave
 UNTRACED_MARKS = {"_torchdynamo_disable": True, "_torchdynamo_disable_msg": None}  # of functions Dynamo is not to look into
 COMPILED_FUNCTION_MARK = "_torchdynamo_orig_callable"  # Dynamo sets it on a function that it compiles: read on modules
@@ -351,7 +342,6 @@ COMPILED_CALL, COMPILED_CALLER = "_compiled_call_impl", ("torch._dynamo.eval_fra
 """The attribute with a module's compiled code, and the function that calls it; `Rematerialize` stands around it."""
 COMPILED_SAVER = "torch._functorch._aot_autograd"  # the modules that save for compiled code: refused where it is not known
 TRANSFORMS = ("torch._functorch.apis", "torch._functorch.eager_transforms", "torch._functorch.vmap", "torch._vmap_internals")
-"""The modules whose frames run transforms."""
 DYNAMO, HIGHER_ORDER_OPS = "torch._dynamo", "torch._higher_order_ops.utils"
 """The modules that are loaded where anything may be compiled, and where a higher-order op may compile by itself."""
 DYNAMO_CONFIG = "torch._dynamo.config"  # lets a trace run compiled code as plain Python: `memkit.profile.partitions`

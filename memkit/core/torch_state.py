@@ -1,6 +1,4 @@
-"""Questions about torch's state at the point of the call that need private names of torch (`torch_private.py`): which modes are
-on, whether anything is compiled, who holds a storage. Also labels of memkit's work for `torch.profiler`: they begin with
-`memkit::`."""
+"""Questions about torch's state at the point of the call, by private names (`torch_private.py`); labels for profilers."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +31,7 @@ _SHOWN = "old_without_ignore_compile_internals_dispatch_mode_flags"
 
 
 def leave_mode(mode: DispatchMode) -> None:
-    """Remove a dispatch mode from the stack, even from below others, and restore torch's flags to their values before its
-    entry. May be called again, also after an interrupt in `__enter__`. A mode's own `__exit__` can't: it forgets the flags
-    first."""
+    """Remove a mode, even from below others, and restore torch's flags, which its own `__exit__` may forget. Repeatable."""
     steps = _off_stack(mode)
     flags = {
         "old_dispatch_mode_flags": torch_private.set_in_mode,
@@ -88,22 +84,19 @@ def unseen(lock: AbstractContextManager[object]) -> Iterator[None]:
 
 
 def sharing_counters() -> AbstractContextManager[object]:
-    """Return a context in which an alias shares the version counter of its tensor, even inside a dispatch mode's handler, where
-    the layers of autograd that do this are off."""
+    """Return a context in which an alias shares its tensor's version counter, even inside a dispatch mode's handler."""
     is_off = torch_private.is_key_excluded(torch_private.DispatchKey.ADInplaceOrView)
     return torch.overrides.enable_reentrant_dispatch() if is_off else nullcontext()
 
 
 def in_differentiating_transform() -> bool:
-    """Tell whether the caller runs inside `torch.func.grad` or `jvp`, or transforms made of these; `vmap` doesn't count.
-    Source: `torch._functorch.pyfunctorch.retrieve_all_functorch_interpreters`."""
+    """Tell whether the caller runs inside `torch.func.grad` or `jvp`, or transforms made of these; `vmap` doesn't count."""
     stack, kinds = torch_private.functorch_stack(), torch_private.FunctorchTransform
     return stack is not None and any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack)
 
 
 def is_below_transform() -> bool:
-    """Tell whether a transform of `torch.func`, or a batched backward, runs in this thread, also where an op has come through
-    all of its layers, so that `functorch_stack` is None."""
+    """Tell whether a transform of `torch.func`, or a batched backward, runs in this thread, also below all of its layers."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") not in torch_private.TRANSFORMS:
         frame = frame.f_back
@@ -121,9 +114,7 @@ _untraced = set[CodeType]()
 
 
 def leave_untraced(function: Any) -> None:
-    """Keep Dynamo from compiling a function and its callees, at no cost per call. Dynamo knows it by its code object, so once
-    for all methods and closures of one kind. If torch lacks the private names, this does nothing; contexts report that before
-    anything of theirs could be compiled."""
+    """Keep Dynamo from compiling a function, known by its code object, and its callees, at no cost per call."""
     code = getattr(getattr(function, "func", function), "__code__", None)
     if code is None or code in _untraced:
         return
@@ -139,8 +130,7 @@ def dynamo_is_loaded() -> bool:
 
 
 def in_compiled_function() -> bool:
-    """Tell whether the caller runs inside a compiled function, or one that a dispatch mode makes run as plain Python. Slow on a
-    deep stack."""
+    """Tell whether the caller runs inside a compiled function, or one that a mode makes run as it is. Slow on a deep stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) != torch_private.COMPILED_CALLER:
         frame = frame.f_back
@@ -148,8 +138,7 @@ def in_compiled_function() -> bool:
 
 
 def is_saved_by_compiled_code() -> bool:
-    """Within a pack hook, tell whether code compiled with its backward saves the tensor: it saves after launching all
-    kernels."""
+    """Within a pack hook, tell whether code compiled with its backward saves, which launches all kernels first."""
     if torch_private.DYNAMO not in sys.modules:
         return False
     frame: FrameType | None = sys._getframe(1)
@@ -164,12 +153,10 @@ def is_saved_by_compiled_code() -> bool:
 
 
 _NUM_FRAMES = 2
-"""Frames between a hook and the torch modules that call it for compiled code."""
 
 
 def in_higher_order_op() -> bool:
-    """Tell whether a higher-order op, such as `torch.cond` or `flex_attention`, is compiling the caller's function. They do so
-    even if the program compiles nothing. Source: `torch._higher_order_ops.utils.setup_compilation_env`."""
+    """Tell whether a higher-order op, such as `torch.cond`, is compiling the caller's function, as it may in any program."""
     if torch_private.HIGHER_ORDER_OPS in sys.modules:
         for is_compiling in torch_private.known("in_hop_compile"):
             return bool(is_compiling())
@@ -178,8 +165,7 @@ def in_higher_order_op() -> bool:
 
 
 def is_traced() -> bool:
-    """Tell whether ops are being traced into a graph, as in a branch of `torch.cond`: a tensor made unseen by the tracer
-    becomes a constant of the graph."""
+    """Tell whether ops are being traced into a graph, where a tensor made unseen by the tracer becomes a constant."""
     return torch_private.dispatch_mode_at(torch_private.DispatchModeKey.PROXY) is not None
 
 
@@ -247,15 +233,7 @@ def local_of(tensor: Tensor) -> Tensor:
 NO_LABEL = nullcontext()
 
 
-class Named(Protocol):
-    @property
-    def names(self) -> str:
-        """Names for the label."""
-
-
-def label(name: str, of: Named | None = None) -> AbstractContextManager[object]:
-    """Return a context that a profiler shows under a label, almost free without a profiler. Source:
-    `torch.profiler.record_function`."""
+def label(name: str, of: Any = None) -> AbstractContextManager[object]:
     if not torch_private.profiler_is_on():
         return NO_LABEL
     return torch.profiler.record_function(f"memkit::{name}" if of is None else f"memkit::{name} ({of.names})")

@@ -4,7 +4,6 @@
 - `cuda`: CUDA
 - `cpu`: the CPU
 - `reference`: `ReferenceDevice`: a stand-in on the CPU on which races show
-- `clocks`: its streams: late copies, and vector clocks
 - `ceilings`: peak FLOPs and memory bandwidth, measured
 """
 

@@ -19,11 +19,8 @@ from memkit.core.tensors import byte_view, tensor_over
 
 
 class MemoryCounter(ABC):
-    """Counts the bytes of live storages on one device.
-
-    `allocated` means bytes handed out to tensors, as in `torch.cuda.memory_stats`. It does not tell how much can still be
-    allocated: fragmentation, and memory held by libraries and other processes, are not in it.
-    """
+    """Counts the bytes of live storages on one device: those handed out to tensors, as in `torch.cuda.memory_stats`. It does
+    not tell how much can still be allocated."""
 
     @abstractmethod
     def allocated_bytes(self) -> int:
@@ -63,17 +60,14 @@ class Event(ABC):
         """Tell whether all work recorded before the event is done. Does not wait for it."""
 
     def recorded(self) -> Event:
-        """Return the event as the device has recorded it: itself, unless another thread has yet to record it. A device asks for
-        this before it waits for an event. The host waits for such a thread, whose error, if any, is raised here."""
+        """Return the event as the device has recorded it: a promised one waits for its thread, and raises its error."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     index: int
-    """The number of the storage."""
     start: int
-    """The first byte in the storage."""
     host: Tensor
     """One-dimensional, of dtype uint8; `Device.pin` has seen it, in one piece."""
     address: int
@@ -81,33 +75,25 @@ class Piece:
 
 
 class CopyBatch:
-    """Copies between host memory and storages that are made ahead, and put on a stream together, again in each step.
-
-    `started`, `done` and `waited` are replaced each time; times between them can be read until then. No two pieces overlap. The
-    copies wait for those of the batch `ahead`, which is always put on its stream before.
-    """
+    """Copies between host memory and storages that are made ahead, and put on a stream together, again in each step, behind
+    those of the batch `ahead`. `started`, `done` and `waited` are replaced each time. No two pieces overlap."""
 
     started: Event
     """Recorded on the stream that was current when the copies were put on theirs: they wait for it."""
     done: Event
-    """Recorded behind the copies."""
     waited: Event | None = None
     """Recorded on the waiting stream, ahead of its wait for the copies; None if no stream has waited since `start`."""
 
     def __init__(
         self, device: Device, stream: Stream, pieces: Sequence[Piece], *, is_out: bool, ahead: CopyBatch | None = None
     ) -> None:
-        self.device = device
-        self.ahead = ahead
-        self.stream = stream
-        self.pieces = pieces
-        self.is_out = is_out
+        self.device, self.stream, self.pieces = device, stream, pieces
+        self.is_out, self.ahead = is_out, ahead
         self.num_bytes = sum(piece.num_bytes for piece in pieces)
         self.num_storages = len({piece.index for piece in pieces})
 
     def start(self, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
-        """Put the copies on their stream, behind all work of the current stream, and behind those of another batch. The
-        storages must stay alive until `done` was waited for."""
+        """Put the copies behind the current stream's work and another batch's. The storages live until `done` is waited for."""
         device, stream = self.device, self.stream
         self.waited = None
         self.started = device.record_event()
@@ -122,7 +108,6 @@ class CopyBatch:
         self.done = device.record_event(stream)
 
     def wait(self) -> None:
-        """Let all later work of the current stream start only when the copies are done."""
         self.waited = self.device.record_event()
         self.device.wait_event(self.device.current_stream(), self.done)
 
@@ -194,33 +179,24 @@ class Device(ABC):
         """Make the host wait until an event is reached, or until all work on the device is done."""
 
     def enter_thread(self) -> None:
-        """Have a thread of memkit's own use this device. Else the first call of a thread that has chosen none makes a context
-        on the first GPU, which takes hundreds of megabytes there, even if the thread waits for another GPU's events."""
+        """Have a thread of memkit's own use this device. Else its first call makes a context on the first GPU, which takes
+        memory there."""
         if self.torch_device.type not in ("cpu", "meta"):
             torch.accelerator.set_device_index(self.torch_device)
 
     def record_begin(self, ahead_s: float = 3e-4) -> Event:
-        """Record an event on the current stream, as the start of a timing.
-
-        A device that is done before the host has enqueued the next op waits for the host, and events around an op then tell the
-        host's time. So the stream is kept busy ahead of the event: ops that the host enqueues within about `ahead_s` run
-        without a gap behind it. A device that computes at once needs no such thing.
-        """
+        """Record an event on the current stream, as the start of a timing. The stream is kept busy ahead of it, so that ops
+        that the host enqueues within about `ahead_s` run without a gap: else events around an op would tell the host's time."""
         return self.record_event()
 
     # Memory and copies
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return a new storage on the device, for work on the current stream. Its bytes are undefined.
-
-        As every storage, it goes back to the stream it was allocated on: the next storage of that stream may reuse its bytes at
-        once, in the order of that stream's work. Work of other streams on the storage must therefore come after an event
-        recorded here since its allocation, and this stream must wait for that work before the last reference is dropped.
-
-        Raises:
-            torch.OutOfMemoryError: the device has no room.
-        """
+        """Return a new storage on the device, for work on the current stream. Its bytes are undefined. It goes back to that
+        stream when it is freed, for its next storage: work of other streams on it comes after an event recorded here since,
+        and this stream must wait for that work before the last reference is dropped. Raises torch.OutOfMemoryError without
+        room."""
 
     def allocate_tensor(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor that fills a new storage of `allocate` from its first byte to its last."""
@@ -229,14 +205,9 @@ class Device(ABC):
 
     @abstractmethod
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Put a copy of bytes on `stream`; does not wait for it.
-
-        Args:
-            destination: one-dimensional, of dtype uint8; on this device, or host memory that `pin` has seen.
-            source: the same kind and length, on the other side.
-            stream: the copy waits for all that the stream waits for, and for nothing else. Both tensors must stay alive, and
-                the source unchanged, until it is done.
-        """
+        """Put a copy of bytes on `stream`, which waits for all that the stream waits for, and for nothing else. Both tensors
+        are one-dimensional, of dtype uint8 and one length, one of them on this device and one in host memory that `pin` has
+        seen; they must stay alive, and the source unchanged, until the copy is done."""
 
     @abstractmethod
     def copy_pageable(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
@@ -249,13 +220,8 @@ class Device(ABC):
 
     @abstractmethod
     def pin(self, host: Tensor) -> None:
-        """Lock host memory in place, so that copies from and to it run at full speed and beside other work.
-
-        Makes the host wait. May be called from several threads at once, for ranges that do not overlap.
-
-        Raises:
-            HostMemoryError: the system refuses to lock more.
-        """
+        """Lock host memory in place, so that copies from and to it run at full speed and beside other work; the host waits.
+        Several threads may do so at once. Raises HostMemoryError if the system refuses to lock more."""
 
     @abstractmethod
     def unpin(self, host: Tensor) -> None:

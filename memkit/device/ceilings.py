@@ -37,7 +37,6 @@ _measured: dict[Device, Ceilings] = {}
 
 
 def measure_ceilings(device: Device) -> Ceilings:
-    """Return a device's ceilings, measured once per process by a large copy and a large matrix product."""
     if device not in _measured:
         _measured[device] = _measure(device)
     return _measured[device]

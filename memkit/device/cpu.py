@@ -38,6 +38,7 @@ class CpuDevice(Device):
     """The host, also for tensors without data (of torch's "meta" device). See `Device`."""
 
     has_own_memory = False
+    name = "cpu"
 
     def __init__(self, torch_device: torch.device = torch.device("cpu")) -> None:  # noqa: B008  # immutable
         self.torch_device = torch_device
@@ -47,10 +48,6 @@ class CpuDevice(Device):
 
     def __hash__(self) -> int:
         return hash(self.torch_device)
-
-    @property
-    def name(self) -> str:
-        return "cpu"
 
     def current_stream(self) -> CpuStream:
         return CpuStream()

@@ -16,12 +16,10 @@ from memkit.device.base import CopyBatch, Device, Event, MemoryCounter, Piece, S
 from memkit.errors import DeviceUnavailableError, HostMemoryError
 
 _CYCLES_PER_S = 1.8e9
-"""Roughly a GPU's clock."""
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context, whichever made it
 
 
 def cuda_is_available() -> bool:
-    """Tell whether this machine has a CUDA device that torch can use."""
     return torch.cuda.is_available()
 
 
@@ -55,8 +53,6 @@ class CudaStream(Stream):
 
 
 class CudaEvent(Event):
-    """An event on a stream. Source: `torch.cuda.Event`."""
-
     __slots__ = ("event",)
 
     def __init__(self, *, timed: bool = True) -> None:
@@ -73,8 +69,7 @@ class CudaEvent(Event):
 
 @functools.cache
 def _bindings() -> Any:
-    """Return CUDA's runtime for direct calls, at a fraction of the cost of torch's objects; None without `cuda.bindings`, which
-    torch's CUDA builds bring along."""
+    """Return CUDA's runtime for direct calls, at a fraction of the cost of torch's objects; None without `cuda.bindings`."""
     try:
         from cuda.bindings import runtime  # type: ignore[import-untyped]
     except ImportError:
@@ -88,9 +83,7 @@ def _copy_kind(is_out: bool) -> Any:
 
 
 class CudaCopyBatch(CopyBatch):
-    """Copies by `cudaMemcpyAsync`; several by one `cudaMemcpyBatchAsync`, if the driver has it. All goes through torch while a
-    dispatch mode is on, such as CUDA's stream sanitizer, which is to see it; and while another device is the current one, whose
-    default stream CUDA would take."""
+    """Copies by `cudaMemcpyAsync` or one batched call; by torch in a dispatch mode, or while another device is current."""
 
     _takes_batches = True
 
@@ -106,22 +99,17 @@ class CudaCopyBatch(CopyBatch):
         self._hosts, self._sizes_bytes = [piece.address for piece in pieces], [piece.num_bytes for piece in pieces]
         self._is_one = len(pieces) == 1
 
-    def _make_events(self) -> None:
-        events = CudaEvent(), CudaEvent(), CudaEvent()
-        handle_of = self._runtime.cudaEvent_t
-        for event in events:
-            event.event.record(_of(self.stream))  # CUDA makes it now
-        self._on_started, self._on_done, self._on_waited = (handle_of(event.event.cuda_event) for event in events)
-        self._events = events
-
     def start(self, storages: Sequence[torch.UntypedStorage], behind: CopyBatch | None = None) -> None:
         if torch_private.num_dispatch_modes() or not _is_current(self.device.torch_device):
             self._events = None
             super().start(storages, behind)
             return
         if self._events is None:
-            self._make_events()
-            self.started, self.done, _ = self._events  # type: ignore[misc]  # made
+            events, handle_of = (CudaEvent(), CudaEvent(), CudaEvent()), self._runtime.cudaEvent_t
+            for event in events:
+                event.event.record(_of(self.stream))  # CUDA makes it now
+            self._on_started, self._on_done, self._on_waited = (handle_of(event.event.cuda_event) for event in events)
+            self.started, self.done, _ = self._events = events
         self.waited = None
         runtime, lane, on_started = self._runtime, self._lane, self._on_started
         error = runtime.cudaEventRecord(on_started, self._raw_stream())[0]
@@ -169,7 +157,6 @@ class CudaCopyBatch(CopyBatch):
 
 
 def _refused(num_bytes: int, is_out: bool, what: str, error: Any) -> RuntimeError:
-    """Return the error for a call that CUDA has refused: the copy would race with other work."""
     _bindings().cudaGetLastError()  # which the next kernel's launch check would else raise as its own
     return RuntimeError(
         f"a copy of {num_bytes} bytes to {'host memory' if is_out else 'the device'} needs CUDA to {what}; CUDA gave {error!r}"
@@ -186,7 +173,6 @@ def _is_current(torch_device: torch.device) -> bool:
 
 @functools.cache
 def _batch_attributes() -> Any:
-    """Return the attributes of a batch's copies, which read their sources in stream order; None if CUDA has no batches."""
     runtime = _bindings()
     if not hasattr(runtime, "cudaMemcpyBatchAsync"):
         return None
@@ -202,8 +188,7 @@ def _unsupported() -> tuple[Any, ...]:
 
 
 class CudaMemoryCounter(MemoryCounter):
-    """The counters of PyTorch's caching allocator, one set per device: `reset_peak` also resets
-    `torch.cuda.max_memory_allocated`."""
+    """The counters of PyTorch's caching allocator: `reset_peak` also resets `torch.cuda.max_memory_allocated`."""
 
     def __init__(self, torch_device: torch.device) -> None:
         self._torch_device = torch_device
@@ -233,15 +218,8 @@ class CudaMemoryCounter(MemoryCounter):
 
 
 class CudaDevice(Device):
-    """One CUDA device. See `Device`.
-
-    Args:
-        torch_device: without an index, the current one.
-        advice: the error's advice where there is no such device.
-
-    Raises:
-        DeviceUnavailableError: this machine has no CUDA device, or none with that index.
-    """
+    """One CUDA device, by default the current one. Raises DeviceUnavailableError, with `advice`, if there is none. See
+    `Device`."""
 
     def __init__(self, torch_device: torch.device, *, advice: str = "Run on a machine with a GPU") -> None:
         if not cuda_is_available():

@@ -1,15 +1,9 @@
-"""A CPU stand-in for an accelerator on which every missing order between streams shows.
+"""A CPU stand-in for an accelerator on which every missing order between streams shows. It cannot show speed.
 
-CPU work is done when a call returns, so code that forgets to wait would still see the right bytes. Here it does not:
-
-- *Late copies.* A copy lands when something waits for it (or, with a seed, at a random legal moment). Until then its
-  destination holds poison, 0xFF, which is NaN in every floating-point format; so do host spans that were freed. A tensor that
-  is gone before its copy landed is an error.
-- *Clocks.* Streams carry vector clocks: recording an event takes a snapshot, waiting joins it. Every storage and every range
-  of host memory knows which streams wrote, read and freed it, and when; an access that is not ordered behind those raises
-  `RaceError`, also where the bytes would have been right by luck.
-
-It cannot show speed, or how the allocator of a GPU uses addresses.
+A copy lands when something waits for it (or, with a seed, at a random legal moment). Until then its destination holds poison,
+0xFF, which is NaN in every floating-point format; so do host spans that were freed. Streams carry vector clocks: recording an
+event takes a snapshot, waiting joins it. Every storage and every range of host memory knows which streams wrote, read and freed
+it, and when; an access that is not ordered behind those raises `RaceError`, also where the bytes would have been right by luck.
 """
 
 from __future__ import annotations
@@ -18,9 +12,10 @@ import random
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -29,16 +24,124 @@ from torch import Tensor
 from memkit.core import torch_private
 from memkit.core.tensors import byte_view
 from memkit.device.base import Device, Event, MemoryCounter, Stream
-from memkit.device.clocks import Accesses, CopySide, ReferenceCopy, ReferenceEvent, ReferenceStream, Stamp, own
 from memkit.errors import RaceError
+
+
+@dataclass(eq=False, slots=True)
+class ReferenceStream(Stream):
+    name: str
+    number: int
+    is_compute: bool
+    """Whether torch's own work, which is done at once, runs on it: then all that it waits for must land at once, too."""
+    clock: dict[int, int] = field(default_factory=dict)
+    queue: deque[ReferenceCopy | ReferenceEvent] = field(default_factory=deque)
+    num_enqueued: int = 0
+
+    @property
+    def num_landed(self) -> int:
+        return self.num_enqueued - len(self.queue)
+
+    def tick(self) -> Stamp:
+        self.clock[self.number] = self.clock.get(self.number, 0) + 1
+        return Stamp(self, self.clock[self.number])
+
+    def join(self, clock: dict[int, int]) -> None:
+        for number, count in list(clock.items()):
+            self.clock[number] = max(self.clock.get(number, 0), count)
+
+    def is_after(self, stamp: Stamp) -> bool:
+        return self.clock.get(stamp.stream.number, 0) >= stamp.count
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    stream: ReferenceStream
+    count: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ReferenceEvent(Event):
+    device: ReferenceDevice
+    stream: ReferenceStream
+    clock: dict[int, int]
+    position: int
+    at_s: float
+
+    def elapsed_s(self, end: Event) -> float:
+        end = end.recorded()
+        assert isinstance(end, ReferenceEvent)
+        return end.at_s - self.at_s
+
+    def is_reached(self) -> bool:
+        is_reached = self.stream.num_landed >= self.position
+        if is_reached and not self.stream.is_compute:  # a compute stream would hide each missing wait
+            self.device.note_reached(self)
+        return is_reached
+
+
+@dataclass(slots=True)
+class Accesses:
+    written: Stamp
+    reads: dict[int, Stamp] = field(default_factory=dict)
+
+    def check(self, stream: ReferenceStream, *, is_write: bool, what: str) -> None:
+        verb = "writes to" if is_write else "reads"
+        others = [("writer", self.written), *(("reader", read) for read in self.reads.values() if is_write)]
+        for who, stamp in others:
+            if not stream.is_after(stamp):
+                raise RaceError(f'stream "{stream.name}" {verb} {what} without waiting for its {who}, "{stamp.stream.name}"')
+
+    def note(self, stamp: Stamp, *, is_write: bool) -> None:
+        if is_write:
+            self.written = stamp
+            self.reads.clear()
+        else:
+            self.reads[stamp.stream.number] = stamp
+
+    def copy(self) -> Accesses:
+        return Accesses(self.written, dict(self.reads))
+
+
+@dataclass(frozen=True, slots=True)
+class CopySide:
+    host: Tensor | None
+    storage: weakref.ref[torch.UntypedStorage] | None
+    start: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, is_host: bool) -> CopySide:
+        storage = None if is_host else weakref.ref(tensor.untyped_storage())
+        return cls(tensor if is_host else None, storage, tensor.data_ptr(), tensor.nbytes)
+
+    def tensor(self) -> Tensor:
+        if self.host is not None:
+            return self.host
+        storage = self.storage() if self.storage is not None else None
+        if storage is None:
+            raise RaceError("a tensor was freed before a copy from or to it had landed")
+        return byte_view(storage).narrow(0, self.start - storage.data_ptr(), self.num_bytes)
+
+    def overlaps(self, start: int, end: int) -> bool:
+        return self.start < end and start < self.start + self.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceCopy:
+    destination: CopySide
+    source: CopySide
+
+
+def own(stream: Stream) -> ReferenceStream:
+    assert isinstance(stream, ReferenceStream)
+    return stream
+
 
 POISON = 0xFF
 
 
 @dataclass(slots=True)
 class _KnownStorage:
-    """A storage on the device. It goes back to its home stream when it is freed."""
-
     home: ReferenceStream
     num_bytes: int
     accesses: Accesses
@@ -105,6 +208,7 @@ class ReferenceDevice(Device):
     """
 
     takes_notes = True
+    name = "reference"
 
     def __init__(self, *, seed: int | None = None) -> None:
         self.torch_device = torch.device("cpu")
@@ -127,10 +231,6 @@ class ReferenceDevice(Device):
             "what is pickled needs a device that another process can open; found a ReferenceDevice, which knows what was done "
             'in this one. Leave the device out, or name one (device="cuda")'
         )
-
-    @property
-    def name(self) -> str:
-        return "reference"
 
     def current_stream(self) -> ReferenceStream:
         stream: ReferenceStream = getattr(self._current, "stream", self._default)
@@ -269,8 +369,6 @@ class ReferenceDevice(Device):
             if not self._is_awaited(host):
                 host.fill_(POISON)
 
-    # Landing
-
     def _land(self, stream: ReferenceStream, position: int) -> None:
         """Land the first `position` entries that were ever put on a stream's queue."""
         while stream.num_landed < position:
@@ -296,8 +394,6 @@ class ReferenceDevice(Device):
     def _raise_races(self) -> None:
         if self.races:
             raise self.races.pop(0)
-
-    # Accesses
 
     def _know(self, storage: torch.UntypedStorage) -> _KnownStorage:
         """Keep book of a storage until it dies: it was handed to, or made by, work on the current stream."""

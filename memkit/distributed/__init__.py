@@ -1,7 +1,6 @@
 """Several devices: `shard` splits a model between the processes of a group. The engine is FSDP2's.
 
-- `sharding`: `shard`: its refusals, the modules that FSDP2 wraps, and their prefetch order
-- `host_shards`: shards in host memory: each layer's is copied to a device buffer one layer ahead of its gather
+- `sharding`: `shard`: its refusals, the modules that FSDP2 wraps, their prefetch order; shards in host memory, one layer ahead
 """
 
 from memkit.distributed.sharding import shard

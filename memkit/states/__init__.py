@@ -3,31 +3,25 @@
 A *piece* is the states of some parameters: copied to the device together, stepped, and copied back. A parameter larger than a
 piece is cut into *windows*.
 
-- `state_offload`: `StateOffload`, with the hooks around `optimizer.step()`; `StateStats`
+- `state_offload`: `StateOffload`, with the hooks around `optimizer.step()`; its parameters now, and their pieces
 - `asked`: checks of its arguments, of the optimizer's parameters and groups, and of gradients
 - `trial`: small steps of the class: are parameters independent, which states are there, is the step elementwise
-- `members`: the optimizer's parameters now, and the pieces that they are in
 
 What moves:
 
-- `pieces`: `Piece`: where its states are, in host memory and in a slot; `StateRecord`: one parameter's record
-- `windows`: `CutPiece` and its `Window`s: a large parameter, moved in flat ranges of elements
-- `packing`: states side by side in one range of bytes; tensors that wrap others; float32 copies
-- `shards`: parameters that are `DTensor`s: their local tensors are stepped
-- `memory`: `HostStates`, pinned host memory; `StateSlots`, device memory that pieces use in turn, and the copies
-- `on_disk`: `DiskStates`: states on a disk between steps, and their host buffers
+- `pieces`: `Piece`: where its states are; `StateRecord`: one parameter's record; `CutPiece`: a large one, moved in `Window`s
+- `packing`: states side by side in one range of bytes; tensors that wrap others, as shards do; float32 copies
+- `memory`: `HostStates`, pinned host memory; `StateSlots`, device memory that pieces use in turn; `DiskStates`, on a disk
 - `at_rest`: `optimizer.state` between steps: adopting foreign states, giving all back, saving and loading
 
 A step:
 
-- `stepping`: `Stepping`: one step over all pieces: prefetch, order, and recovery of a failed step
+- `stepping`: `Stepping`: one step over all pieces: prefetch, order, recovery; `overlap_forward=True`: beside the next forward
 - `one_step`: one `step` of the optimizer made of several: their writes to the groups are written once
 - `device_steps`: stepping a piece in its slot, with undo if that fails
-- `host_steps`: stepping a piece on the host, in a thread
-- `host_routes`: gradients and parameters on their way to the host and back; hashes that find foreign writes
+- `host_steps`: stepping a piece on the host, in a thread; the way there and back; hashes that find foreign writes
 - `in_backward`: `when="backward"`: each parameter once its gradient is complete, also those that a `LayerOffload` streams
 - `shard_steps`: the same for shards in host memory, in a thread
-- `overlap`: `overlap_forward=True`: the step runs beside the next forward
 """
 
 from memkit.states.state_offload import StateOffload, StateStats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from memkit.errors import StateOffloadError, warn_user
 from memkit.optimizers import needs_master
 from memkit.optimizers.steppers import ReducedLayer, layers_of, stepper_of, steppers
 from memkit.removed import removed
+from memkit.states.packing import described, lie_alike
 from memkit.states.pieces import StateRecord
-from memkit.states.shards import described, lie_alike
 from memkit.states.trial import refuse_by_kind
 from memkit.transfer.disk import Disk
 
@@ -53,19 +53,6 @@ def release(optimizer: torch.optim.Optimizer, states: Any) -> None:
         known[1].detach()
         del _opened[optimizer]
         with_offloaded_states.pop(optimizer, None)
-
-
-class NotCopied:
-    """Refuses to be copied or pickled: it belongs to one optimizer."""
-
-    def __deepcopy__(self, _: dict[int, Any]) -> NoReturn:
-        raise StateOffloadError(
-            "a StateOffload was copied, or pickled, perhaps within an object that has it as an attribute. It belongs to one "
-            "optimizer: copy the optimizer, or save optimizer.state_dict(), and make another StateOffload for that one"
-        )
-
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        self.__deepcopy__({})
 
 
 def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lambda: None) -> Callable[..., Any]:
@@ -197,7 +184,6 @@ def _refuse_shard(parameter: Any) -> None:
 
 
 def device_of_host_layers(optimizer: torch.optim.Optimizer, *, update: str, **asked: Any) -> Device | None:
-    """Return the device that gathers an optimizer's shards in host memory; None if it has no such shards."""
     if not layers_of(optimizer):
         return None
     found = next((f"{name}={value!r}" for name, value in asked.items() if value not in (None, 0)), None)

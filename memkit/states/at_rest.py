@@ -15,13 +15,13 @@ from memkit.core.torch_state import local_of
 from memkit.device.base import Device
 from memkit.errors import DiskError, StateOffloadError, warn_user
 from memkit.plan.states import Update
-from memkit.states.memory import HostStates
-from memkit.states.on_disk import DiskStates, refuse_without_room
-from memkit.states.packing import MASTER, OnDisk, Packed, copy_state, may_leave, moved_state, pack
+from memkit.states.memory import DiskStates, HostStates
+from memkit.states.packing import MASTER, OnDisk, copy_state, may_leave, moved_state, pack
 from memkit.states.pieces import Piece, Rows, StateRecord
+from memkit.transfer.host_memory import refusal_of
 
 if TYPE_CHECKING:
-    from memkit.states.members import Members
+    from memkit.states.state_offload import Members
 
 
 _HOST = torch.device("cpu")
@@ -29,10 +29,7 @@ _HOST = torch.device("cpu")
 
 class StatesAtRest:
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, host: HostStates, disk: DiskStates) -> None:
-        self._optimizer = optimizer
-        self._device = device
-        self._host = host
-        self._disk = disk
+        self._optimizer, self._device, self._host, self._disk = optimizer, device, host, disk
         self._has_warned = False
 
     def is_at_home(self, piece: Piece) -> bool:
@@ -71,7 +68,6 @@ class StatesAtRest:
         return True
 
     def adopt_due(self, due: Iterable[Piece], pieces: Iterable[Piece]) -> None:
-        """Adopt foreign states of due pieces, and warn: nobody should have put any there."""
         away = [piece for piece in due if not self.is_at_home(piece)]
         if away:
             self.separate(pieces)
@@ -121,18 +117,21 @@ class StatesAtRest:
                 for number, entries, name in standing:
                     entries[name] = found[number][name]
         known = [dict(host) for host in piece.layout.host] if piece.layout is not None else [{} for _ in piece.records]
+        self._make_masters(piece)
         rows: list[dict[str, Tensor]] = []
         for record in piece.records:
             entries = self._optimizer.state.get(record.parameter) or {}
-            if record.has_master and entries:
-                self._make_master(record, entries)
             if piece.plan.update is Update.HOST:
                 entries.update({name: value.cpu() for name, value in entries.items() if _is_elsewhere(value)})
             rows.append({name: value for name, value in entries.items() if may_leave(value)})
         tensors, num_bytes = pack(rows)
         with torch.inference_mode(False), torch.no_grad():
-            if piece.plan.is_on_disk:
-                self._put_on_disk(piece, tensors, num_bytes, rows)
+            if piece.plan.is_on_disk and num_bytes:
+                entries = self._optimizer.state.get(piece.records[0].parameter) or {}
+                self._disk.put(piece, tensors, num_bytes, rows, entries)
+            elif piece.plan.is_on_disk:
+                copies, piece.layout = piece.copies, None
+                self._disk.forget(copies, piece)
             elif (
                 (layout := piece.layout) is not None
                 and tensors == layout.tensors
@@ -160,7 +159,6 @@ class StatesAtRest:
                     self._optimizer.state[record.parameter].update(mine)
 
     def _standing_in(self, piece: Piece) -> list[tuple[int, dict[Any, Any], str]]:
-        """Return each `OnDisk` in `optimizer.state`: the record's number, its entries, the name."""
         standing = [
             (number, entries, name)
             for number, record in enumerate(piece.records)
@@ -177,21 +175,12 @@ class StatesAtRest:
                 )
         return standing
 
-    def _put_on_disk(
-        self, piece: Piece, tensors: tuple[tuple[Packed, ...], ...], num_bytes: int, rows: list[dict[str, Tensor]]
-    ) -> None:
-        if num_bytes:
-            entries = self._optimizer.state.get(piece.records[0].parameter) or {}
-            self._disk.put(piece, tensors, num_bytes, rows, entries)
-            return
-        before, piece.layout = piece.copies, None
-        self._disk.forget(before, piece)
-
     def read(self, pieces: Iterable[Piece]) -> dict[OnDisk, Tensor]:
         stored = [piece for piece in pieces if piece.plan.is_on_disk and piece.layout is not None]
         if not stored:
             return {}
-        refuse_without_room(sum(piece.plan.state_bytes for piece in stored))
+        if refusal := refusal_of(sum(piece.plan.state_bytes for piece in stored), 0):
+            raise refusal
         found: dict[OnDisk, Tensor] = {}
         for piece, rows in self._disk.read(stored):
             assert piece.layout is not None
@@ -208,19 +197,16 @@ class StatesAtRest:
                     entries[name] = moved_state(value, self._device.torch_device)
 
     def _make_masters(self, piece: Piece) -> None:
+        """Give parameters float32 copies, and make their states of the same precision float32."""
         for record in piece.records:
-            entries = self._optimizer.state.get(record.parameter)
-            if record.has_master and entries:
-                self._make_master(record, entries)
-
-    def _make_master(self, record: StateRecord, entries: dict[Any, Any]) -> None:
-        """Give a parameter a float32 copy, and make its states of the same precision float32."""
-        parameter = record.parameter
-        if lacks_master(record, entries):
-            entries[MASTER] = parameter.detach().to(torch.float32)
-        for name, value in entries.items():
-            if isinstance(value, Tensor) and value.dtype == parameter.dtype:
-                entries[name] = value.to(torch.float32)
+            parameter, entries = record.parameter, self._optimizer.state.get(record.parameter)
+            if not record.has_master or not entries:
+                continue
+            if lacks_master(record, entries):
+                entries[MASTER] = parameter.detach().to(torch.float32)
+            for name, value in entries.items():
+                if isinstance(value, Tensor) and value.dtype == parameter.dtype:
+                    entries[name] = value.to(torch.float32)
 
     def _bring_numbers(self, record: StateRecord, entries: dict[Any, Any]) -> None:
         """Bring counts of steps, and states of parameters without dimensions or elements, to where the optimizer needs them."""
@@ -233,8 +219,7 @@ class StatesAtRest:
             entries.update({name: value.to(record.parameter.device) for name, value in numbers.items() if name != "step"})
 
     def give_back(self, pieces: Iterable[Piece]) -> None:
-        """Make all states tensors of their own again, on the parameters' device. Where that has no room they stay in host
-        memory, with a warning; states that can't be read from the disk are lost, with a warning."""
+        """Make all states tensors of their own again, on the parameters' device, or in host memory where that has no room."""
         fit = True
         for piece in pieces:
             rows = piece.layout.host if piece.layout is not None else [{} for _ in piece.records]
@@ -258,7 +243,6 @@ class StatesAtRest:
             )
 
     def _found_in(self, piece: Piece, rows: Sequence[Mapping[str, Any]]) -> Rows:
-        """Return the states of a piece, from the disk if they are there, but for unreadable ones, which are lost."""
         if not piece.plan.is_on_disk or piece.layout is None:
             return rows
         for is_again in (False, True):  # of the first time the error may be another's
@@ -266,18 +250,15 @@ class StatesAtRest:
                 ((_, found),) = self._disk.read([piece])
             except DiskError as error:
                 if is_again:
-                    self._let_go_of(piece, error)
+                    warn_user(
+                        f"StateOffload: the states of {piece.names} can't be read from the disk any more, and are lost: "
+                        f"{error} The optimizer begins anew for them; load a checkpoint to go on as before"
+                    )
+                    for record in piece.records:
+                        self._optimizer.state.pop(record.parameter, None)
             else:
                 return found
         return rows
-
-    def _let_go_of(self, piece: Piece, error: DiskError) -> None:
-        warn_user(
-            f"StateOffload: the states of {piece.names} can't be read from the disk any more, and are lost: {error} The "
-            "optimizer begins anew for them; load a checkpoint to go on as before"
-        )
-        for record in piece.records:
-            self._optimizer.state.pop(record.parameter, None)
 
 
 def lacks_master(record: StateRecord, entries: Mapping[Any, Any] | None) -> bool:
@@ -303,8 +284,7 @@ def _own_copy(tensor: Tensor, torch_device: torch.device) -> Tensor:
 def put_states(
     loaded: Mapping[str, Any], optimizer: torch.optim.Optimizer, members: Members, torch_device: torch.device
 ) -> None:
-    """Put loaded states where they belong, each in its own precision and not by way of the device: torch has loaded the groups
-    alone."""
+    """Put loaded states where they belong, each in its own precision and not by way of the device."""
     owned = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
     found = dict(zip(chain.from_iterable(group["params"] for group in loaded["param_groups"]), owned, strict=True))
     state = optimizer.state
@@ -335,8 +315,7 @@ def _placed(name: object, value: Any, group: Mapping[str, Any], torch_device: to
 
 
 def with_host_copies(state_dict: dict[str, Any], on_disk: Mapping[OnDisk, Tensor]) -> dict[str, Any]:
-    """Return a state dict with all tensors in host memory, since other code counts on one place for all, and with states in the
-    order of the parameters, in which ranks gather shards."""
+    """Return a state dict with all tensors in host memory, in the order of the parameters, in which ranks gather shards."""
 
     def saved(value: Any) -> Any:
         if isinstance(value, OnDisk):

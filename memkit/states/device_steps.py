@@ -21,14 +21,23 @@ from memkit.plan.chunks import WRITTEN, Residency
 from memkit.plan.states import Update, aligned
 from memkit.states.memory import StateSlots
 from memkit.states.one_step import OneStep
-from memkit.states.packing import MASTER, PackedTensor, copy_each, copy_state, follow, may_leave, moved_state, pack
+from memkit.states.packing import (
+    MASTER,
+    PackedTensor,
+    are_one,
+    copy_each,
+    copy_state,
+    follow,
+    may_leave,
+    moved_state,
+    pack,
+    write_local,
+)
 from memkit.states.pieces import Layout, Piece, StateRecord, follow_attributes, stand_in_of
-from memkit.states.shards import are_one, write_local
 from memkit.transfer.device_memory import device_memory_of
 
 if TYPE_CHECKING:
-    from memkit.states.memory import HostStates
-    from memkit.states.on_disk import DiskStates
+    from memkit.states.memory import DiskStates, HostStates
 
 Stepped = tuple[StateRecord, Tensor, dict[Any, Any]]
 
@@ -92,10 +101,7 @@ class DeviceSteps:
         *,
         undo_bytes: int,
     ) -> None:
-        self._optimizer = optimizer
-        self.slots = slots
-        self._host = host
-        self.disk = disk
+        self._optimizer, self.slots, self._host, self.disk = optimizer, slots, host, disk
         self._undo = Undo(device, undo_bytes)
 
     def begin(self, piece: Piece) -> None:
@@ -115,7 +121,6 @@ class DeviceSteps:
         self.slots.deal(part for part in parts if part.plan.update is Update.DEVICE and not part.plan.is_resident)
 
     def is_free_for(self, piece: Piece) -> bool:
-        """Tell whether a piece can be fetched now without a wait for the disk."""
         if piece.plan.is_resident:
             return True
         return self.slots.is_free_for(piece) and (not piece.plan.is_on_disk or self.disk.is_here(piece))
@@ -132,9 +137,18 @@ class DeviceSteps:
                 piece.residency = Residency.STEPPING
                 keys, state = self._given(piece, known)
             written = run.step(run.prepare(piece.due, keys, state))
-            stepped = _stepped(piece, keys, state)
+            stepped: list[Stepped] = []
+            for record, key in zip(piece.due, keys, strict=True):
+                entries = dict(state.get(key, ()))
+                if record.has_master:
+                    entries[MASTER] = key.data
+                stepped.append((record, key, entries))
             with torch.no_grad():
-                self._round(piece, stepped)
+                for record, key, _ in stepped:
+                    if record.has_master:
+                        record.parameter.copy_(key)
+                        key.grad = None
+                piece.put_parameters()
         before = piece.copies if piece.plan.is_on_disk else ()
         layout = self._lay_out(piece, stepped) if moves else None
         made = ((record, entries) for record, _, entries in stepped)
@@ -240,14 +254,6 @@ class DeviceSteps:
         found.grad = parameter.grad.to(torch.float32)
         return found
 
-    @staticmethod
-    def _round(piece: Piece, stepped: list[Stepped]) -> None:
-        for record, key, _ in stepped:
-            if record.has_master:
-                record.parameter.copy_(key)
-                key.grad = None
-        piece.put_parameters()
-
     def _lay_out(self, piece: Piece, stepped: list[Stepped]) -> Layout | None:
         layout = piece.layout
         if layout is not None and piece.may_lie_as_before() and self._is_as_laid_out(piece, layout, stepped):
@@ -307,13 +313,3 @@ class DeviceSteps:
         for stand_in, view in replaced:
             stand_in.data = view
         return True
-
-
-def _stepped(piece: Piece, keys: Iterable[Tensor], state: Mapping[Any, Any]) -> list[Stepped]:
-    stepped = []
-    for record, key in zip(piece.due, keys, strict=True):
-        entries = dict(state.get(key, ()))
-        if record.has_master:
-            entries[MASTER] = key.data
-        stepped.append((record, key, entries))
-    return stepped

@@ -4,28 +4,403 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from threading import Event
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit.core import torch_private
 from memkit.core.forks import OwnThreads, forked
-from memkit.core.tensors import tensor_over
+from memkit.core.sizes import rounded
+from memkit.core.tensors import byte_view, tensor_over
 from memkit.core.torch_state import label, local_of
 from memkit.device.base import Device
 from memkit.plan.chunks import Residency
-from memkit.states.host_routes import WORD_BYTES, Route, Sections, lie_as, traits_of
+from memkit.plan.states import aligned
 from memkit.states.memory import HostStates, StateSlot, StateSlots
 from memkit.states.one_step import OneStep, Prepared
-from memkit.states.packing import MASTER, copy_state, moved_state, pack
-from memkit.states.pieces import Layout, Piece
-from memkit.states.shards import local_gradient, write_local
+from memkit.states.packing import (
+    MASTER,
+    PackedTensor,
+    are_one,
+    are_same,
+    copy_state,
+    follow,
+    local_gradient,
+    local_packed,
+    may_leave,
+    moved_state,
+    pack,
+    shard_like,
+    storage_of_part,
+    write_local,
+)
+from memkit.states.pieces import Layout, Piece, StateRecord, follow_attributes, stand_in_of, version_of
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, Transfer
+
+Entries = dict[Any, Any]
+WORD_BYTES = 8
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)), (31, 1))
+
+
+def take_fingerprint(words: Tensor, scratch: tuple[Tensor, Tensor], found: Tensor) -> None:
+    """Write a fingerprint of some words: a change of any bit changes it, but for one case in 2**64. Source: Steele, Lea,
+    Flood, Fast Splittable Pseudorandom Number Generators (2014), and Stafford's variant 13 of its mixing (SplitMix64)."""
+    mixed, shifted = scratch
+    torch.arange(words.numel(), out=mixed, device=mixed.device)
+    mixed.mul_(_GOLDEN).add_(words)
+    for shift, factor in _ROUNDS:
+        torch.bitwise_right_shift(mixed, shift, out=shifted)
+        mixed.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1))  # the shift has drawn the sign along
+        if factor != 1:
+            mixed.mul_(factor)
+    torch.sum(mixed, dim=0, keepdim=True, out=found)
+
+
+Traits = tuple[int, torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...], bool]
+"""A due parameter's traits that its route depends on: record, dtype, layout, gradient's strides, whether a copy is stepped."""
+
+_BETWEEN_BYTES = 16
+"""Parameters with float32 copies begin at multiples of this: a kernel reads as many bytes at once."""
+
+
+def traits_of(record: StateRecord) -> Traits:
+    parameter, grad = local_of(record.parameter), local_gradient(record.parameter)
+    assert grad is not None
+    return id(record), parameter.dtype, parameter.size(), parameter.stride(), grad.stride(), record.has_master
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """Byte sections of a slot, one behind the other, and of the host memory that they are copied to and from.
+
+    1. float32: gradients, cast to float32, to the host; float32 copies of parameters to the device;
+    2. fingerprints: two, of the parameters in section 4;
+    3. plain: parameters that are stepped themselves, then as many bytes for their gradients;
+    4. rounded: parameters with float32 copies, copied to the host only where somebody may have written to them.
+
+    A name with `_at` is a section's first byte.
+    """
+
+    float32_bytes: int
+    fingerprint_bytes: int
+    plain_bytes: int
+    rounded_bytes: int
+
+    @classmethod
+    def of(cls, piece: Piece) -> Sections:
+        copied = [local_of(record.parameter) for record in piece.due if record.has_master]
+        rounded_bytes = sum(rounded(parameter.nbytes, _BETWEEN_BYTES) for parameter in copied)
+        # the copies of all its parameters come back, due or not; and fingerprints need some scratch
+        float32_bytes = sum(aligned(4 * local_of(record.parameter).numel()) for record in piece.records if record.has_master)
+        return cls(
+            float32_bytes=aligned(max(float32_bytes, 2 * rounded_bytes)) if copied else 0,
+            fingerprint_bytes=aligned(2 * WORD_BYTES) if copied else 0,
+            plain_bytes=sum(aligned(local_of(record.parameter).nbytes) for record in piece.due if not record.has_master),
+            rounded_bytes=rounded_bytes,
+        )
+
+    @property
+    def fingerprints_at(self) -> int:
+        return self.float32_bytes
+
+    @property
+    def plain_at(self) -> int:
+        return self.fingerprints_at + self.fingerprint_bytes
+
+    @property
+    def rounded_at(self) -> int:
+        return self.plain_at + 2 * self.plain_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return max(1, self.rounded_at + self.rounded_bytes)
+
+
+def _views(storage: torch.UntypedStorage, due: list[StateRecord], sections: Sections) -> tuple[list[Tensor], list[Tensor]]:
+    parameters, grads = list[Tensor](), list[Tensor]()
+    float32_at, rounded_at, plain_at = 0, sections.rounded_at, sections.plain_at
+    for record in due:
+        parameter, grad = local_of(record.parameter), local_gradient(record.parameter)
+        assert grad is not None
+        if record.has_master:
+            parameters.append(_like(parameter, storage, rounded_at, parameter.dtype))
+            grads.append(_like(grad, storage, float32_at, torch.float32))
+            rounded_at += rounded(parameter.nbytes, _BETWEEN_BYTES)
+            float32_at += aligned(4 * parameter.numel())
+        else:
+            parameters.append(_like(parameter, storage, plain_at, parameter.dtype))
+            grads.append(_like(grad, storage, plain_at + sections.plain_bytes, parameter.dtype))
+            plain_at += aligned(parameter.nbytes)
+    return parameters, grads
+
+
+def _like(tensor: Tensor, storage: torch.UntypedStorage, start: int, dtype: torch.dtype) -> Tensor:
+    stride = tensor.stride() if may_leave(tensor) else torch.empty(tensor.size(), device="meta").stride()
+    return tensor_over(storage, dtype, offset=start // dtype.itemsize, size=tensor.size(), stride=stride)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRange:
+    """Bytes to copy between a host span and a slot, from byte `start`; `parts` are the slot's bytes, cut as the span is."""
+
+    span: Span
+    start: int
+    parts: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage, span: Span, start: int = 0) -> CopyRange:
+        with torch.inference_mode(False):
+            whole = byte_view(storage).narrow(0, start, span.num_bytes)
+            return cls(span, start, whole.split(list(map(len, span.pieces))))
+
+
+@dataclass(frozen=True, slots=True)
+class WayBack:
+    """The copies back: of float32 copies (`masters`, in the slot), or of parameters the host rounds (`staying`)."""
+
+    layout: Layout | None
+    masters: list[Tensor | None]
+    staying: list[tuple[int, Tensor | None]]
+    ranges: list[CopyRange]
+
+
+class Route:
+    """The way of a piece's gradients and parameters to the host, the input of the optimizer's step there, and the way back.
+
+    [Note: a steady step on the host] While the stepping thread runs Python, the cores are idle. So what a step shares with the
+    one before is looked up once, as long as `optimizer.state` has the identical tensors, where the last step has left them.
+    """
+
+    def __init__(
+        self,
+        piece: Piece,
+        due: list[Traits],
+        sections: Sections,
+        storage: torch.UntypedStorage,
+        room: Span,
+        stepped: Tensor | None,
+    ) -> None:
+        self.storage, self.room, self.due, self.sections = storage, room, due, sections
+        self._stepped = stepped
+        self._known: tuple[Layout, list[int]] | None = None
+        """The layout whose parameters the last fingerprint is of, and the versions of its float32 copies then."""
+        self.is_known = False
+        self.has_parameters = True
+        self.brought_bytes = 0
+        """Bytes of those that the thread has copied later, since they were written to."""
+        self._records = list(piece.due)
+        self._numbers = [record.index for record in piece.due]
+        self.state: dict[Any, Entries] = defaultdict(dict)
+        self.rows: list[Entries] = [{} for _ in self._records]
+        self._entries: list[Entries] = []
+        self._layout: Layout | None = None
+        self._masters: list[Tensor | None] = []
+        self.before: list[tuple[Tensor, Tensor]] = []
+        """States that are not copied, each with a copy from before the step."""
+        self._is_at_home = self.has_all_copies = False
+        self._to_host: dict[bool, CopyRange] = {}
+        self._way_back: WayBack | None = None
+        with torch.inference_mode(False):
+            self.parameters, self.grads = _views(storage, piece.due, sections)
+            self.host_parameters, self._host_grads = _views(storage_of_part(room.whole), piece.due, sections)
+            # float32 copies, or copies of parameters that have none
+            self.stand_ins: list[nn.Parameter] = [
+                stand_in_of(record, torch.empty(0) if record.has_master else view)
+                for record, view in zip(piece.due, self.host_parameters, strict=True)
+            ]
+            self.has_copies = sections.float32_bytes > 0
+            num_words = sections.rounded_bytes // WORD_BYTES
+            self._words = _words(storage, sections.rounded_at, num_words)
+            self._scratch = _words(storage, 0, num_words), _words(storage, sections.rounded_bytes, num_words)
+            self._fingerprints = _words(storage, sections.fingerprints_at, 2 if self.has_copies else 0)
+            self._host_fingerprints = _words(storage_of_part(room.whole), sections.fingerprints_at, 2 if self.has_copies else 0)
+            self._gaps = list(self._gaps_between(storage))
+
+    def _gaps_between(self, storage: torch.UntypedStorage) -> Iterator[Tensor]:
+        end = self.sections.rounded_at
+        for record, parameter in zip(self._records, self.parameters, strict=True):
+            if record.has_master:
+                start, end = end + parameter.nbytes, end + rounded(parameter.nbytes, _BETWEEN_BYTES)
+                if start < end:
+                    yield tensor_over(storage, torch.uint8, offset=start, size=(end - start,), stride=(1,))
+
+    def to_host(self) -> CopyRange:
+        copied = self._to_host.get(self.has_parameters)
+        if copied is None:
+            num_bytes = self.sections.num_bytes if self.has_parameters else self.sections.rounded_at
+            copied = self._to_host[self.has_parameters] = CopyRange.of(self.storage, self.room.part(0, num_bytes))
+        return copied
+
+    def way_back(self, layout: Layout | None) -> WayBack:
+        """Return the copies back: float32 copies from their states' place, parameters from where they were sent."""
+        found = self._way_back
+        if found is None or found.layout is not layout:
+            found = self._way_back = self._find_way_back(layout)
+        return found
+
+    def _find_way_back(self, layout: Layout | None) -> WayBack:
+        sections, copies = self.sections, None if layout is None else layout.masters()
+        fits = copies is not None and copies.num_bytes <= sections.float32_bytes
+        masters = [self._master(layout, number) if layout is not None and fits else None for number in self._numbers]
+        hosts, staying = self.rows_of(layout), list[tuple[int, Tensor | None]]()
+        for number, (record, master) in enumerate(zip(self._records, masters, strict=True)):
+            if record.has_master and master is None:
+                staying.append((number, None if hosts is None else hosts[number].get(MASTER)))
+        ranges = [(sections.plain_at, sections.plain_bytes)]
+        if staying:
+            ranges.append((sections.rounded_at, sections.rounded_bytes))
+        spans = [(self.room.part(start, start + num_bytes), start) for start, num_bytes in ranges if num_bytes]
+        if copies is not None and any(master is not None for master in masters):
+            spans.append((copies, 0))
+        return WayBack(layout, masters, staying, [CopyRange.of(self.storage, span, start) for span, start in spans])
+
+    def _master(self, layout: Layout, number: int) -> Tensor | None:
+        packed = [one for one in map(local_packed, layout.tensors[number]) if one.name == MASTER]
+        with torch.inference_mode(False):
+            return packed[0].over(self.storage) if packed and isinstance(packed[0], PackedTensor) else None
+
+    def rows_of(self, layout: Layout | None) -> list[dict[str, Any]] | None:
+        return None if layout is None else [layout.host[number] for number in self._numbers]
+
+    # On the device
+
+    def compare(self, layout: Layout | None) -> None:
+        """Take the fingerprint of the parameters in the slot, before gradients are there, to find foreign writes."""
+        self.is_known = self._known is not None and layout is self._known[0] and self._versions(layout) == self._known[1]
+        if self.is_known and self._stepped is not None:
+            self._take(self._fingerprints[:1])
+            self._fingerprints[1:].copy_(self._stepped)
+
+    def note_stepped(self, layout: Layout | None) -> None:
+        """Take the fingerprint of the parameters in the slot, which are the user's after this step."""
+        if self._stepped is not None and self.has_copies and layout is not None:
+            self._take(self._stepped)
+            self._known = layout, self._versions(layout)
+
+    def _take(self, found: Tensor) -> None:
+        for gap in self._gaps:
+            gap.zero_()
+        take_fingerprint(self._words, self._scratch, found)
+
+    def _versions(self, layout: Layout) -> list[int]:
+        """Return the versions of float32 copies. The optimizer writes to other aliases, whose writes count apart."""
+        masters = [layout.host[number].get(MASTER) for number in self._numbers]
+        return [-1 if master is None else version_of(master) for master in masters]
+
+    # On the host
+
+    def is_unwritten(self) -> bool:
+        if not self.is_known:
+            return not self.has_copies
+        now, before = self._host_fingerprints.tolist()
+        return bool(now == before)
+
+    def forget(self) -> None:
+        self._known = None
+
+    def take(self, layout: Layout | None, known: Mapping[Any, Any]) -> None:
+        """Point the stand-ins at float32 copies, gradients and states. Parameters are still being copied: see `follow`."""
+        rows = [dict(known.get(record.parameter) or ()) for record in self._records]
+        if layout is not None and layout is self._layout and all(map(are_same, rows, self.rows)):
+            for value, before in self.before:
+                before.copy_(value)
+        else:
+            self._look_up(layout, rows)
+        self.state = defaultdict(dict)
+        due = zip(self._records, self.stand_ins, self._host_grads, self._masters, self._entries, strict=True)
+        for record, key, grad, master, given in due:
+            if master is not None:
+                key.data = master
+            if master is not None or not record.has_master:
+                key.grad = grad
+            if vars(record.parameter):  # of most there are none
+                follow_attributes(key, record.parameter)
+            if given:
+                self.state[key] = dict(given)
+
+    def _look_up(self, layout: Layout | None, rows: list[Entries]) -> None:
+        self._layout = None
+        masters = [row.get(MASTER) if record.has_master else None for record, row in zip(self._records, rows, strict=True)]
+        self._masters = [None if master is None else local_of(master) for master in masters]
+        copies = zip(self._records, self._masters, strict=True)
+        self.has_all_copies = all(master is not None or not record.has_master for record, master in copies)
+        values = [value for row in rows for value in row.values() if isinstance(value, Tensor) and not may_leave(value)]
+        self.before = [(value, value.clone()) for value in values]
+        hosts = self.rows_of(layout)
+        leaving = [{name: value for name, value in row.items() if may_leave(value)} for row in rows]
+        self._is_at_home = hosts is not None and all(map(lie_as, leaving, hosts))
+        self._entries = [
+            {name: value for name, value in row.items() if not record.has_master or name != MASTER}
+            for record, row in zip(self._records, rows, strict=True)
+        ]
+        self.rows, self._layout = rows, layout
+
+    def follow(self, *, is_unwritten: bool) -> None:
+        """Copy foreign writes to the parameters into the float32 copies. The parameters must be here if they are needed."""
+        for number, (record, key, master) in enumerate(zip(self._records, self.stand_ins, self._masters, strict=True)):
+            if record.has_master and master is None:
+                key.data = self.host_parameters[number].to(torch.float32)
+                key.grad = self._host_grads[number]
+            elif master is not None and not is_unwritten:
+                follow(key.data, self.host_parameters[number])  # which counts as no write: only the user's change the version
+
+    def is_written_in_place(self) -> bool:
+        """Tell whether a step wrote its results in place, where the layout says. Then `rows` are the results."""
+        if not self._is_at_home:
+            return False
+        for key, master, parameter, entries in zip(
+            self.stand_ins, self._masters, self.host_parameters, self._entries, strict=True
+        ):
+            place = parameter if master is None else master
+            if key.data_ptr() != place.data_ptr() or not are_same(self.state.get(key, {}), entries):
+                return False
+        return True
+
+    def made(self) -> list[Entries]:
+        found = []
+        for number, (record, key) in enumerate(zip(self._records, self.stand_ins, strict=True)):
+            entries = dict(self.state[key]) if key in self.state else {}
+            view = self.host_parameters[number]
+            if record.has_master:
+                entries[MASTER] = shard_like(record.parameter, key.data)
+            elif key.data_ptr() != view.data_ptr():  # the class has put another tensor there
+                view.copy_(key)
+                key.data = view
+            found.append(entries)
+        return found
+
+    def let_go(self, *, is_steady: bool) -> None:
+        for key in self.stand_ins:
+            key.grad = None
+        self.state = defaultdict(dict)
+        if not is_steady:
+            self.rows, self._layout, self._masters, self.before, self._entries = [], None, [], [], []
+
+
+def _words(storage: torch.UntypedStorage, start: int, num_words: int) -> Tensor:
+    return tensor_over(storage, torch.int64, offset=start // WORD_BYTES, size=(num_words,), stride=(1,))
+
+
+def lie_as(leaving: Mapping[Any, Any], host: Mapping[str, Any]) -> bool:
+    return leaving.keys() == host.keys() and all(
+        value is host[name] or (name == MASTER and are_one(value, host[name])) for name, value in leaving.items()
+    )
+
 
 _HOST = torch.device("cpu")
 
@@ -34,10 +409,10 @@ class HostSteps:
     """Steps pieces on the host, in a thread: Ctrl-C comes before a step or after it, and the caller goes on feeding the device.
 
     [Note: casts on the device] The host's memory bounds a step there, so the thread touches nothing but what the optimizer
-    reads and writes. Where float32 copies are stepped, the device casts gradients to float32 before their copy to the host, and
-    rounds the float32 copies once they are back. Fingerprints, which the device takes after each step and before the next, tell
-    whether the user has written to a parameter. Only where they differ, or where there is none yet, is the parameter itself
-    copied to the host, and the thread compares. Where pieces run ahead it always is, since others come to its slot.
+    reads and writes. Where float32 copies are stepped, the device casts gradients before their copy to the host, and rounds the
+    float32 copies once they are back. Fingerprints, taken on the device after each step and before the next, tell whether the
+    user has written to a parameter. Only where they differ, or where pieces run ahead, is the parameter copied to the host and
+    compared.
     """
 
     def __init__(
@@ -50,19 +425,13 @@ class HostSteps:
         *,
         runs_ahead: bool = False,
     ) -> None:
-        self._optimizer = optimizer
-        self._device = device
-        self._lanes = lanes
-        self._slots = slots
-        self._host = host
-        self._runs_ahead = runs_ahead
+        self._optimizer, self._device, self._lanes = optimizer, device, lanes
+        self._slots, self._host, self._runs_ahead = slots, host, runs_ahead
         self._rooms: dict[int, Span] = {}
-        """By slot, or by the id of a piece's plan if the piece has room of its own."""
         self._routes: dict[Piece, Route] = {}
         self._out: dict[Piece, Transfer] = {}
         self._thread: OwnThreads | None = None
         self._running = dict[Piece, Future[None]]()
-        """Steps that the thread is to make, in this order."""
         self._begun = dict[Piece, Event]()
         """Set once the thread has turned to a piece, and is about to step it or to wait for its gradients."""
         self._stepped: dict[int, Tensor] = {}
@@ -197,7 +566,8 @@ class HostSteps:
                     "(optimizer.load_state_dict) and go on"
                 )
             with torch.no_grad():
-                route.put_numbers_back()
+                for value, before in route.before:
+                    value.copy_(before)
             raise
         finally:
             route.let_go(is_steady=is_steady)

@@ -37,15 +37,12 @@ _HELD_BYTES = 256 * 2**20
 
 
 class BackwardSteps(Accumulating):
-    """Steps pieces of one parameter each, as gradients come.
-
-    The next ones are fetched ahead, in the order of the backward before; at first from the last parameter to the first. Those
-    on a disk are read ahead of that; a hook waits for the disk only for its own parameter's states.
+    """Steps pieces of one parameter each, as gradients come. The next ones are fetched ahead, in the order of the backward
+    before.
 
     [Note: held gradients] Steps wait for states, and run on a stream of their own so that the backward does not wait for them.
     A gradient is held until its memory's stream has waited for its step, since the next allocation may get that memory. Once
-    `_HELD_BYTES` are held, the stream waits for the oldest ones: then the link has work for longer than the next gradient
-    takes. When the backward is over, it waits for all.
+    `_HELD_BYTES` are held, the stream waits for the oldest ones. When the backward is over, it waits for all.
     """
 
     is_whole_step = False
@@ -61,9 +58,9 @@ class BackwardSteps(Accumulating):
         rest: StatesAtRest,
         follow_groups: Callable[[], object],
     ) -> None:
-        self._optimizer = optimizer
-        self._device = device
-        self._stream = device.new_stream("step")
+        self._optimizer, self._device, self._stepping = optimizer, device, stepping
+        self._on_device, self._on_host, self._rest, self._follow_groups = on_device, on_host, rest, follow_groups
+        self.stream = device.new_stream("step")
         self._held: deque[tuple[Stream, Event, list[Tensor]]] = deque()
         """The gradients' stream, the event behind the step, and the tensors that it reads, the gradient first."""
         self._held_bytes = 0
@@ -71,11 +68,6 @@ class BackwardSteps(Accumulating):
         self._ends = set[backwards.BackwardEnd]()
         self._behind_failure = HookSet()
         self._has_failed = False
-        self._rest = rest
-        self._follow_groups = follow_groups
-        self._stepping = stepping
-        self._on_device = on_device
-        self._on_host = on_host
         self._leaving: dict[Piece, None] = {}
         self._pieces: list[Piece] = []
         self._watches_replicas = False
@@ -83,7 +75,6 @@ class BackwardSteps(Accumulating):
         self._places: dict[Piece, int] = {}
         self._begun: list[Piece] = []
         self._met: dict[Piece, None] = {}
-        """Pieces stepped since the optimizer's last step, in this order."""
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
         for piece in pieces:
@@ -133,7 +124,7 @@ class BackwardSteps(Accumulating):
             return
         if self._end is None or self._end.is_over:
             self._end = backwards.on_end(weakly(self._end_backward), among=self._ends)
-            if self._has_failed and self._are_zeroed():
+            if self._has_failed and not any(type(met.records[0].parameter.grad) is ConsumedGradient for met in self._met):
                 self._end_step()
             self.check_options()
             self._follow_groups()
@@ -182,8 +173,8 @@ class BackwardSteps(Accumulating):
             is_in_slot = owner_of(storage) is not None  # others are read there meanwhile: its `write_back` tells of writes
             brought = gradient if is_in_slot else record.parameter
             device.note_written(brought.untyped_storage(), torch_private.version_of(brought))
-        device.wait_event(self._stream, device.record_event(own, timed=False))
-        with device.on_stream(self._stream):
+        device.wait_event(self.stream, device.record_event(own, timed=False))
+        with device.on_stream(self.stream):
             if device.takes_notes:
                 device.note_read(storage)
                 device.note_read(gradient.untyped_storage())
@@ -198,13 +189,12 @@ class BackwardSteps(Accumulating):
                 self._step(part, run)
             if device.takes_notes and not is_in_slot:
                 device.note_written(storage, torch_private.version_of(record.parameter))
-            stepped = device.record_event(self._stream, timed=False)
+            stepped = device.record_event(self.stream, timed=False)
         self._held.append((own, stepped, held))
         self._held_bytes += gradient.nbytes
         return stepped
 
     def _end_backward(self, has_failed: bool) -> None:
-        """Have parameters be stepped for their next reader or writer, also those that the host steps."""
         if has_failed and not self._has_failed:
             self._has_failed = True
             self._behind_failure.ahead_of_all_forwards(weakly(self._before_forward, when_gone=self._behind_failure.remove))
@@ -221,7 +211,7 @@ class BackwardSteps(Accumulating):
         device, current = self._device, self._device.current_stream()
         for entry in tuple(self._held):  # a backward that has failed may end in its own thread, beside a step
             self._let_go_of(entry)
-        device.wait_event(current, device.record_event(self._stream, timed=False))
+        device.wait_event(current, device.record_event(self.stream, timed=False))
         if device.takes_notes:
             for piece in self._met:
                 device.note_read(piece.records[0].parameter.untyped_storage())
@@ -239,11 +229,7 @@ class BackwardSteps(Accumulating):
         self.forget_done()
         self._stepping.unfinished = None
 
-    def _are_zeroed(self) -> bool:
-        return not any(type(piece.records[0].parameter.grad) is ConsumedGradient for piece in self._met)
-
     def _let_go_of(self, entry: tuple[Stream, Event, list[Tensor]]) -> None:
-        """Let a gradient go once its stream waits for its step, unless another thread has done so."""
         stream, stepped, held = entry
         self._device.wait_event(stream, stepped)
         with suppress(ValueError):
@@ -259,11 +245,15 @@ class BackwardSteps(Accumulating):
         coming = self._coming_after(part)
         self._on_device.disk.read_ahead([part, *coming])
         if part not in self._begun:
-            self._make_room(part)
+            for other in [other for other in self._begun if not self._on_device.is_free_for(part)]:
+                if other.slot == part.slot and not other.plan.is_resident:
+                    self._drop(other)  # it is not needed yet
             self._begin(part)
         self._on_device.step(part, run)
         self._begun.remove(part)
-        self._fetch_ahead(coming)
+        for other in coming:
+            if other not in self._begun and self._on_device.is_free_for(other):
+                self._begin(other)
 
     def join(self) -> None:
         """Wait for a backward that has failed, or whose end was interrupted, and may yet step something."""
@@ -278,8 +268,8 @@ class BackwardSteps(Accumulating):
         if not self._leaving:
             return
         self._stepping.is_broken = True  # on any error `mend` copies the parameters back
-        self._device.wait_event(self._stream, self._device.record_event(timed=False))  # it may still read parameters
-        with self._device.on_stream(self._stream):
+        self._device.wait_event(self.stream, self._device.record_event(timed=False))  # it may still read parameters
+        with self._device.on_stream(self.stream):
             try:
                 self._stepping.join(list(self._leaving))
             finally:
@@ -289,18 +279,12 @@ class BackwardSteps(Accumulating):
         self._begun.append(piece)
         self._on_device.begin(piece)
 
-    def _make_room(self, piece: Piece) -> None:
-        """Drop pieces fetched to the slot of a piece that are not needed yet."""
-        for other in [other for other in self._begun if not self._on_device.is_free_for(piece)]:
-            if other.slot == piece.slot and not other.plan.is_resident:
-                self._drop(other)
-
     def _drop(self, piece: Piece) -> None:
         self._begun.remove(piece)
         self._on_device.drop(piece)
 
     def drop_ahead(self) -> None:
-        with self._device.on_stream(self._stream):
+        with self._device.on_stream(self.stream):
             for piece in list(self._begun):
                 self._drop(piece)
 
@@ -314,13 +298,7 @@ class BackwardSteps(Accumulating):
             coming += [part for other in others for part in other.parts]
         return [other for other in coming[:_AHEAD] if other.may_come_early and other.plan.update is Update.DEVICE]
 
-    def _fetch_ahead(self, coming: Sequence[Piece]) -> None:
-        for other in coming:
-            if other not in self._begun and self._on_device.is_free_for(other):
-                self._begin(other)
-
     def end(self) -> list[Piece]:
-        """Begin the optimizer's step: return the pieces that the backward has stepped. Nothing is on its way any more."""
         self.drop_ahead()
         self.join()
         self._behind_failure.remove()
@@ -346,12 +324,10 @@ class BackwardSteps(Accumulating):
         let_go_of_consumed(piece.records[0] for piece in self._pieces)
 
     def forget_done(self) -> None:
-        """End the optimizer's step: gradients that are still there count again."""
         for piece in self._pieces:
             piece.records[0].done = None
 
     def mend(self, pieces: Sequence[Piece], *, goes_on: bool = False) -> None:
-        """Leave every piece as before its step or as after it: see `Stepping.mend`."""
         self._begun.clear()
         self._leaving.clear()
         with self._in_place():
@@ -366,7 +342,6 @@ class BackwardSteps(Accumulating):
                 self._consume(record)
 
     def _in_place(self) -> AbstractContextManager[object]:
-        """Return a context in which half-written parameters lie where the step was writing to them."""
         return nullcontext()
 
     def _consume(self, record: StateRecord) -> None:
@@ -377,10 +352,8 @@ class LayeredSteps(BackwardSteps):
     """Steps the parameters that a `LayerStepper` hands over, in its slots.
 
     [Note: who does what] `FusedSteps`, a `LayerStepper`, sees when a gradient is complete, puts the parameter to its slot and
-    the gradient to `grad`, has it stepped here, lets the gradient go, and writes the layer back once all of it is stepped. This
-    class steps each parameter with its states, on its own stream. Until that stream has come so far, the slot is neither
-    written back nor used by anything but the layer's own backward. Each outermost backward is a step: `optimizer.step()` may
-    end it; otherwise the next backward does.
+    the gradient to `grad`, has it stepped here with its states, on a stream of its own, lets the gradient go, and writes the
+    layer back once all of it is stepped. Each outermost backward is a step.
     """
 
     is_whole_step = True
@@ -389,10 +362,6 @@ class LayeredSteps(BackwardSteps):
         super().__init__(optimizer, *given)
         self._layers: LayerStepper | None = stepper_of(optimizer)
         self._piece_of: dict[int, Piece] = {}
-
-    @property
-    def stream(self) -> Stream:
-        return self._stream
 
     def watch(self, pieces: list[Piece], hooks: HookSet) -> None:
         self._note_pieces(pieces)
@@ -408,7 +377,7 @@ class LayeredSteps(BackwardSteps):
         piece = self._piece_of[id(parameter)]
         (record,) = piece.records
         if record.group < 0:  # the optimizer has it no more
-            return self._device.record_event(self._stream, timed=False)
+            return self._device.record_event(self.stream, timed=False)
         refuse_gradients(piece.records)
         stepped = self._step_whole(piece)
         for part in piece.parts:

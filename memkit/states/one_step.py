@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit.core import torch_private
+from memkit.core.torch_state import is_dtensor, local_of
 from memkit.errors import StateOffloadError
 from memkit.optimizers.shells import (
     Changes,
@@ -26,23 +28,18 @@ from memkit.optimizers.shells import (
     tensors_in,
     versions_in,
 )
-from memkit.states.shards import LocalStep
+from memkit.states.packing import described, lie_alike, local_gradient, note_written, shard_over
 
 if TYPE_CHECKING:
     from memkit.states.pieces import StateRecord
 
 
 Written = tuple[dict[int, Changes], Changes]
-"""A part's writes: to groups, by their numbers, and to the optimizer's attributes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The input of the optimizer's step of some parameters.
-
-    `shell` runs the step, with `attributes` and groups (`cuts`, by number; `before` has their former entries). `watched` are
-    tensors in the groups with their versions: nobody may write to them in place. `local` makes shards of the results, if any.
-    """
+    """The input of a step of some parameters: a shell and its groups, what these were, and tensors nobody may write to."""
 
     shell: torch.optim.Optimizer
     attributes: Mapping[str, Any]
@@ -53,8 +50,7 @@ class Prepared:
 
 
 class OneStep:
-    """A step under way; each part of it begins with the groups as they were. With `copies` it uses copies of tensors in groups
-    and attributes (a learning rate, betas): the originals may be written to before the device, or the host, steps."""
+    """A step under way: each part begins with the groups as they were, with `copies` of their tensors: others write those."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, copies: bool = False) -> None:
         self._optimizer = optimizer
@@ -65,7 +61,9 @@ class OneStep:
         self._attributes: dict[str, Any] = {}
         if copies:  # it goes on with the present groups and attributes, even if they are set meanwhile
             self._groups = [{**group, **_copied(group)} for group in self._groups]
-            self._attributes = _with_copies(vars(optimizer))
+            torchs = ("param_groups", "state", "defaults")
+            own = {name: value for name, value in vars(optimizer).items() if name not in torchs and not name.endswith("_hooks")}
+            self._attributes = {**own, **_copied(own)}
         self._step, self._hooks = step_of(optimizer), hooks_of(optimizer)
         self._tensors: dict[int, list[tuple[str, Tensor]]] = {}
         self._of_groups: dict[int, Changes] = {}
@@ -132,7 +130,6 @@ class OneStep:
         )
 
     def leave(self, written: Written) -> list[partial[None]]:
-        """Return functions that note a stepped part's writes."""
         of_groups, of_optimizer = written
         return [partial(self._of_groups.update, of_groups), partial(setattr, self, "_of_optimizer", of_optimizer)]
 
@@ -184,17 +181,10 @@ class OneStep:
             )
 
     def write_all(self) -> None:
-        """End the step without the optimizer's own: write all writes to groups."""
         self.write_changes()
         hollow = hollow_shell(self._optimizer)
         self._step(hollow)
         self.write_of_others(hollow)
-
-
-def _with_copies(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    torchs = ("param_groups", "state", "defaults")
-    own = {name: value for name, value in attributes.items() if name not in torchs and not name.endswith("_hooks")}
-    return {**own, **_copied(own)}
 
 
 def _copied(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,8 +210,6 @@ def run_closure(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any,
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A group's entries, the versions of tensors among these, and its parameters."""
-
     entries: dict[str, Any]
     versions: list[tuple[str, int]]
     members: list[Tensor]
@@ -241,3 +229,70 @@ def _options_of(optimizer: torch.optim.Optimizer) -> list[_Noted]:
 
 
 _MEMBERS = ("params", "param_names")
+
+
+class LocalStep:
+    """The input of a step over the local tensors of shards, and shards made of its results."""
+
+    def __init__(self, records: Sequence[StateRecord], keys: Sequence[Tensor], state: StateDict) -> None:
+        self._rows = list(zip(records, keys, strict=True))
+        self._state = state
+        self.keys: list[Tensor] = []
+        self.state: StateDict = defaultdict(dict)
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+        for record, key in self._rows:
+            own = _stand_in(key) if is_dtensor(key) else key
+            self.keys.append(own)
+            entries = state.get(key)
+            if entries:
+                self.state[own] = self._local_entries(record, entries) if record.is_shard else entries
+
+    def _local_entries(self, record: StateRecord, entries: Mapping[Any, Any]) -> dict[Any, Any]:
+        found = {}
+        for name, value in entries.items():
+            found[name] = value
+            if isinstance(value, Tensor) and lie_alike(value, record.parameter):
+                found[name] = local_of(value)
+                self._known[id(found[name])] = found[name], value
+            elif isinstance(value, Tensor) and value.dim():
+                raise StateOffloadError(
+                    f'StateOffload: {record.name} is a shard, and needs states that are split in the same way; found "{name}", '
+                    f"a {described(value)}. Load states by "
+                    "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which splits them"
+                )
+        return found
+
+    def finish(self) -> None:
+        for (record, key), own in zip(self._rows, self.keys, strict=True):
+            made = self.state.get(own)
+            if made is None:
+                self._state.pop(key, None)
+            elif record.is_shard:
+                self._state[key] = {name: self._shard_of(record, name, value) for name, value in made.items()}
+            else:
+                self._state[key] = made
+            if own is not key:
+                local = local_of(key)
+                if own.data_ptr() != local.data_ptr():  # the class has put another tensor there
+                    with torch.no_grad():
+                        local.copy_(own)
+                note_written(key)
+
+    def _shard_of(self, record: StateRecord, name: Any, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        if value.size() != local_of(record.parameter).size():
+            raise StateOffloadError(
+                f'StateOffload: the optimizer has made "{name}" of size {list(value.size())} for {record.name}, a shard with '
+                f"{list(local_of(record.parameter).size())} here. Use an optimizer that steps each element by itself"
+            )
+        return shard_over(value, record.parameter)
+
+
+def _stand_in(key: Tensor) -> nn.Parameter:
+    stand_in = nn.Parameter(local_of(key), requires_grad=key.requires_grad)
+    vars(stand_in).update(vars(key))
+    stand_in.grad = local_gradient(key)
+    return stand_in

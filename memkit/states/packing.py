@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from memkit.core import torch_private
 from memkit.core.tensors import PLAIN_TYPES, is_dense, parts_of, tensor_over
-from memkit.core.torch_state import local_of
+from memkit.core.torch_state import is_dtensor, local_of
 from memkit.errors import StateOffloadError
 from memkit.plan.states import aligned
 from memkit.transfer.host_memory import Span
@@ -51,21 +52,17 @@ class PackedTensor:
 
     def on_host(self, span: Span) -> Tensor:
         """Return the tensor in host memory, over a storage of its own, so that saving it writes no more than its bytes."""
-        assert span.whole is not None
         storage = storage_of_part(span.whole[self.offset : self.offset + self.num_bytes])
         return tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.stride)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWrapper:
-    """Layout of a tensor that wraps others in its piece: each inner tensor by itself."""
-
     name: str
     num_bytes: int
     kind: type[Any]
     inner: tuple[PackedTensor | PackedWrapper, ...]
     others: tuple[tuple[str, Any], ...]
-    """Its attributes that are not tensors, such as the mesh of a shard."""
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
@@ -103,6 +100,7 @@ class PackedWrapper:
 
 
 Packed = PackedTensor | PackedWrapper
+PackedRows = tuple[tuple[Packed, ...], ...]
 
 
 class OnDisk:
@@ -140,6 +138,10 @@ def is_number_on_host(value: object) -> bool:
     return type(value) is Tensor and not value.dim() and value.device.type == "cpu"
 
 
+def are_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one.values(), other.values())) and [*one] == [*other]
+
+
 def are_same_number(one: Any, other: Any) -> bool:
     """Tell whether two counts are the same, as far as the host knows without waiting for the device."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -154,7 +156,7 @@ def are_same_number(one: Any, other: Any) -> bool:
     return not isinstance(one, int | float | complex) or one == other or (one != one and other != other)
 
 
-def pack(states: Iterable[Mapping[str, Tensor]]) -> tuple[tuple[tuple[Packed, ...], ...], int]:
+def pack(states: Iterable[Mapping[str, Tensor]]) -> tuple[PackedRows, int]:
     """Return layouts of states side by side, and their bytes in all. Float32 copies come first, for one copy of all."""
     states, offset = list(states), 0
     rows: list[list[Packed]] = [[] for _ in states]
@@ -248,9 +250,59 @@ _BITS = {1: torch.uint8, 2: torch.int16}
 
 
 def follow(master: Tensor, parameter: Tensor) -> None:
-    """Copy the elements of a parameter that differ from its rounded float32 copy to that copy: somebody wrote to them. All are
-    compared bit by bit: a write through `.data` changes no version. The host waits for no device."""
+    """Copy elements of a parameter that somebody has written to, which bits alone tell, to its float32 copy, without a wait."""
     bits = _BITS[parameter.dtype.itemsize]
     kept = master.to(parameter.dtype).view(bits) == parameter.detach().view(bits)
     written = parameter.detach()
     torch.where(kept, master, written if bits is torch.int16 else written.to(torch.float32), out=master)
+
+
+# Parameters that are shards (`DTensor`): their local tensors are stepped, by elementwise optimizers alone.
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    grad = parameter.grad
+    return None if grad is None else local_of(grad)
+
+
+def shard_over(local: Tensor, like: Tensor) -> Tensor:
+    """Return a `DTensor` with the size and placements of another one, over a local tensor of any device and dtype."""
+    with torch.inference_mode(False), torch.no_grad():
+        empty: Any = torch.empty_like(like.detach(), dtype=local.dtype, device="meta")
+        names, context = empty.__tensor_flatten__()
+        inner = {name: getattr(empty, name) for name in names}  # newer DTensors name their mesh as well
+        inner = {name: local.detach() if isinstance(value, Tensor) else value for name, value in inner.items()}
+        made: Tensor = type(empty).__tensor_unflatten__(inner, context, like.size(), like.stride())
+    return made
+
+
+def shard_like(parameter: Tensor, local: Tensor) -> Tensor:
+    return shard_over(local, parameter) if is_dtensor(parameter) else local
+
+
+def write_local(parameter: Tensor, values: Tensor) -> None:
+    local_of(parameter).copy_(values)
+    note_written(parameter)
+
+
+def note_written(parameter: Tensor) -> None:
+    """Raise the version of a `DTensor` whose local tensor was written to: a write there does not count in the `DTensor`."""
+    if is_dtensor(parameter):
+        torch.autograd.graph.increment_version(parameter)
+
+
+def are_one(one: Tensor, other: Tensor) -> bool:
+    return local_of(one).data_ptr() == local_of(other).data_ptr()
+
+
+def lie_alike(one: Tensor, other: Tensor) -> bool:
+    if not is_dtensor(one) or not is_dtensor(other):
+        return False
+    first: Any = one
+    second: Any = other
+    return bool(first.device_mesh == second.device_mesh and tuple(first.placements) == tuple(second.placements))
+
+
+def described(tensor: Any) -> str:
+    split = f" with placements {tuple(tensor.placements)}" if is_dtensor(tensor) else ""
+    return f"{type(tensor).__name__}{split}"

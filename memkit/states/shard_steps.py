@@ -3,9 +3,9 @@
 FSDP2 with `CPUOffloadPolicy` has parameters, gradients and states in host memory: nothing is moved or copied here.
 
 [Note: who reads shards] FSDP2 copies a layer's gradients to the host only after the layer was gathered, computed with and
-reduced. So behind the event of that copy nobody reads the shards on the device any more, unless the layer is gathered again.
-The copy for a second gather, by prefetch in another order, waits for the step (`before_read`); computing with it is refused.
-The thread waits for shards that were copied to the device and not gathered (`ReducedLayer.last_read`).
+reduced. So behind the event of that copy nobody reads the shards on the device any more, unless the layer is gathered again:
+that copy waits for the step (`before_read`), and computing with it is refused. The thread waits for shards that were copied to
+the device and not gathered (`ReducedLayer.last_read`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from memkit.errors import StateOffloadError, warn_user
 from memkit.optimizers.steppers import ReducedLayer
 from memkit.states.asked import host_layers_of, refuse_gradients, weakly
 from memkit.states.one_step import OneStep
+from memkit.states.packing import are_same
 from memkit.states.pieces import (
     Accumulating,
     ConsumedGradient,
@@ -35,11 +36,12 @@ from memkit.states.pieces import (
     let_go_of_consumed,
     mark_of,
     refuse_another,
+    some_of,
     version_of,
 )
 
 if TYPE_CHECKING:
-    from memkit.states.members import Members
+    from memkit.states.state_offload import Members
 
 
 class _Batch:
@@ -51,19 +53,15 @@ class _Batch:
 
 class ShardSteps(Accumulating):
     def __init__(self, optimizer: torch.optim.Optimizer, members: Members, device: Device) -> None:
-        self._optimizer = optimizer
-        self._members = members
-        self._device = device
+        self._optimizer, self._members, self._device = optimizer, members, device
         self._layers: dict[ReducedLayer, list[StateRecord]] = {}
         self._known: list[list[int]] = []
         self._thread: OwnThreads | None = None
         self._batches: list[_Batch] = []
         self._failed: list[_Batch] = []
         self._lost: dict[StateRecord, str] = {}
-        """Shards that may be stepped in part, with their error messages."""
         self._met: dict[StateRecord, None] = {}
         self._marks: list[tuple[Any, int] | None] = []
-        """The gradients that a layer had before its reduction."""
         self._again: StateRecord | None = None
         """A stepped shard that has got another gradient, which is dropped."""
         self._end: backwards.BackwardEnd | None = None
@@ -74,8 +72,7 @@ class ShardSteps(Accumulating):
         self.host_step_s = 0.0
 
     def begin(self) -> None:
-        """Step shards once their gradients are reduced. The optimizer was tried out. If the system refused a thread only within
-        a backward, other ranks would wait for this rank."""
+        """Step shards once their gradients are reduced. A thread that is refused raises here, not while other ranks wait."""
         thread = OwnThreads(1, "memkit-step", self._device.enter_thread)
         thread.submit(int).result()
         self._thread = thread
@@ -209,7 +206,7 @@ class ShardSteps(Accumulating):
                 consumed = {key: ConsumedGradient.of(key) for key in known}
             self.host_step_s += time.perf_counter() - begin_s
             for key, entries in known.items():
-                if key in state and not _are_same(entries, state[key]):
+                if key in state and (entries is None or not are_same(entries, state[key])):
                     optimizer.state[key] = state[key]
             for leave in run.leave(written):
                 leave()
@@ -220,8 +217,9 @@ class ShardSteps(Accumulating):
             batch.error = error
 
     def _note_lost(self, batch: _Batch, error: BaseException) -> None:
+        names = some_of([record.name for record in batch.records])
         said = (
-            f"the step of {_names([batch])} on the host has failed within the optimizer ({type(error).__name__}: {error}), and "
+            f"the step of {names} on the host has failed within the optimizer ({type(error).__name__}: {error}), and "
             "may have written a part of these parameters and of their states: they are lost. Load a checkpoint of the model "
             "and of the optimizer (optimizer.load_state_dict), and go on"
         )
@@ -238,18 +236,15 @@ class ShardSteps(Accumulating):
         self._failed.clear()
         if not failed:
             return
-        error = failed[0].error
+        error, names = failed[0].error, [record.name for batch in failed for record in batch.records]
         lost = [self._lost[record] for batch in failed for record in batch.records if record in self._lost]
         said = (
-            f"the step of {_names(failed)} on the host has failed: {type(error).__name__}: {error}. What has failed is as "
+            f"the step of {some_of(names)} on the host has failed: {type(error).__name__}: {error}. What has failed is as "
             "before the step and keeps its gradient, all else is as after it. Another optimizer.step() steps what is left"
         )
         raise StateOffloadError(lost[0] if lost else said) from error
 
-    # The optimizer's step
-
     def step(self) -> None:
-        """Step the rest. The class's own step that follows has no parameters."""
         if self.unfinished is not None:
             self.unfinished.check_options()
         self.join()
@@ -264,7 +259,12 @@ class ShardSteps(Accumulating):
         run = self.unfinished if self._met else None
         if run is not None:
             run.write_changes()
-        self._put_in_order()
+        # the order of the parameters, as without memkit, and not of the backward
+        state, groups = self._optimizer.state, self._optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"] if parameter in state]
+        if not all(map(operator.is_, parameters, state)):
+            ordered = {**dict.fromkeys(parameters), **state}
+            do_at_once(partial(state.clear), partial(state.update, ordered))
         self.unfinished = run or OneStep(self._optimizer)
         self.unfinished.forget_options()
         self._met.clear()
@@ -274,14 +274,6 @@ class ShardSteps(Accumulating):
         for record in records:
             if record in self._lost:
                 raise StateOffloadError(self._lost[record])
-
-    def _put_in_order(self) -> None:
-        """Put `optimizer.state` in the order of the parameters, as without memkit, and not of the backward."""
-        state, groups = self._optimizer.state, self._optimizer.param_groups
-        parameters = [parameter for group in groups for parameter in group["params"] if parameter in state]
-        if not all(map(operator.is_, parameters, state)):
-            ordered = {**dict.fromkeys(parameters), **state}
-            do_at_once(partial(state.clear), partial(state.update, ordered))
 
     def join(self) -> None:
         self.wait()
@@ -313,17 +305,6 @@ class ShardSteps(Accumulating):
             self._thread = None
 
 
-def _names(batches: Iterable[_Batch]) -> str:
-    names = [record.name for batch in batches for record in batch.records]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _versions(known: dict[Tensor, dict[Any, Any] | None]) -> list[int]:
     tensors = [value for entries in known.values() for value in (entries or {}).values() if isinstance(value, Tensor)]
     return [version_of(tensor) for tensor in (*known, *tensors)]
-
-
-def _are_same(entries: dict[Any, Any] | None, made: dict[Any, Any]) -> bool:
-    if entries is None or entries.keys() != made.keys():
-        return False
-    return all(value is made[name] for name, value in entries.items())

@@ -1,5 +1,4 @@
-"""Small steps of an optimizer's class, which find out whether parameters, and windows of them, can be stepped apart: no list of
-classes tells. A step of two small tensors per group, made whole, is compared with one of each by itself."""
+"""Small steps of an optimizer's class, whole and apart, which tell whether parameters and windows can be stepped apart."""
 
 from __future__ import annotations
 
@@ -48,7 +47,6 @@ def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
 
 @contextmanager
 def _seeding(torch_device: torch.device) -> Iterator[Callable[[int], bool]]:
-    """Yield a function that seeds all generators, and tells whether random numbers were drawn since its last call."""
     generators = generators_of(torch_device)
     before, seeded = states_of(generators), list[Tensor]()
 
@@ -76,7 +74,6 @@ def has_generators(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_numpys(value: object) -> bool:
-    """Tell whether a value is a NumPy generator, without importing NumPy."""
     kind = type(value)
     return kind.__module__.startswith("numpy.random") and kind.__name__ in ("Generator", "RandomState")
 
@@ -113,7 +110,7 @@ def try_out(
     if not groups:
         return {}, False
     name = type(optimizer).__name__
-    draws = has_generators(optimizer)
+    draws, other, kept = has_generators(optimizer), None, None
     try:
         with _seeding(torch_device) as seed, torch.inference_mode(False), torch.no_grad():
             is_lazy = makes_states_in_steps(optimizer, groups, torch_device, master)
@@ -130,24 +127,26 @@ def try_out(
                 draws = seed(step) or draws
                 other = apart.step_each(leaves_out=is_last) or whole.differs_from(apart)
                 if other is not None:
-                    raise _WithoutGradientError(other) if is_last else _NotSeparableError(other)
-            whole.step_none()
-        kept = kept_states(optimizer, master=master)
-    except _WithoutGradientError as error:
-        raise ValueError(
-            f"StateOffload steps parameters that have a gradient, and {name} does something with those that have none: they "
-            f"gave another {error}. Use an optimizer that leaves these out"
-        ) from None
-    except _NotSeparableError as error:
-        raise ValueError(
-            f"StateOffload steps parameters in pieces, and {name} is not separable: stepped one by one, small tensors gave "
-            f"another {error} than stepped together. Use an optimizer that steps each parameter by its own gradient"
-        ) from None
+                    break
+            if other is None:
+                whole.step_none()
+        if other is None:
+            kept = kept_states(optimizer, master=master)
     except Exception as error:
         raise ValueError(
             f"StateOffload tried a step of {name} with two small tensors per group, to see what it keeps. It failed: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if kept is None and is_last:
+        raise ValueError(
+            f"StateOffload steps parameters that have a gradient, and {name} does something with those that have none: they "
+            f"gave another {other}. Use an optimizer that leaves these out"
+        )
+    if kept is None:
+        raise ValueError(
+            f"StateOffload steps parameters in pieces, and {name} is not separable: stepped one by one, small tensors gave "
+            f"another {other} than stepped together. Use an optimizer that steps each parameter by its own gradient"
+        )
     return kept.of, draws or kept.draws
 
 
@@ -174,14 +173,6 @@ def groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         seen |= dtypes
     chosen = {id(group) for group in [*new, *[group for group in others if group["params"]][: max(0, _MOST_GROUPS - len(new))]]}
     return [group for group in optimizer.param_groups if id(group) in chosen]
-
-
-class _NotSeparableError(Exception):
-    """Says what differs."""
-
-
-class _WithoutGradientError(Exception):
-    """Says what differs where a parameter has no gradient."""
 
 
 class Trial:
@@ -253,7 +244,6 @@ class Trial:
         self.attributes.update(changes_of_shell(vars(self._optimizer), shell))
 
     def step_each(self, *, leaves_out: bool) -> str | None:
-        """Step each parameter by itself. Return the name of an entry that two of them have written differently."""
         self._give_gradients(leaves_out=leaves_out)
         found: dict[int, Changes] = {}
         of_optimizer: Changes | None = None
@@ -297,7 +287,6 @@ class Trial:
         return self.differs_in_groups(other)
 
     def differs_in_groups(self, other: Trial) -> str | None:
-        """Return the entry or attribute in which another trial differs."""
         for group, others_group in zip(self.groups, other.groups, strict=True):
             for name in changes_of_group(group, others_group):
                 return f'entry of its groups ("{name}")'
@@ -313,7 +302,6 @@ def _dtypes_in(group: dict[str, Any]) -> list[torch.dtype]:
 
 
 def _part(value: Any, parameter: Tensor, small: Tensor, start: int) -> Any:
-    """Return the initial state of a small parameter: elements of its original's state from `start` on, repeated."""
     if not isinstance(value, Tensor) or value.size() != parameter.size():
         return value.clone() if isinstance(value, Tensor) else value
     if not value.numel():  # of a shard that is empty here
@@ -343,8 +331,7 @@ _NUM_CUT_STEPS = 6
 def find_elementwise(
     optimizer: torch.optim.Optimizer, groups: list[Group], *, torch_device: torch.device, master: torch.dtype | None
 ) -> list[bool]:
-    """Tell for each group whether its parameters can be stepped in windows, bit for bit as whole. Of many groups some are
-    tried: the others can if all of these can."""
+    """Tell for each group whether its parameters can be stepped in windows, bit for bit. Of many groups some are tried."""
     found = [_is_elementwise(optimizer, group, torch_device, master) for group in groups[:_MOST_CUT_GROUPS]]
     return found + [all(found)] * (len(groups) - len(found))
 

@@ -2,28 +2,23 @@
 
 Host memory:
 
-- `arena`: `Arena`: pinned host memory of the exact size, allocated in the same places each step
-- `host_memory`: `Span`: an arena's allocation; the segments below it, pinned by many threads side by side; free ranges
+- `host_memory`: `Arena`: pinned memory of exact size, in the same places each step; `Span`: its allocation; what is not pinned
 
 Copies to and from a device:
 
-- `lanes`: `Lanes`: one stream for each direction, shared by all features; two by turns where copies are long
-- `staging`: copies from and to memory that is not pinned, through pinned buffers, in threads
-- `link`: bandwidth and latency, measured
+- `lanes`: `Lanes`: one stream for each direction, shared by all features; their bandwidth and latency
 - `device_memory`: how many bytes of a device memkit's own buffers take, by feature
 
 Disk:
 
 - `disk`: `Disk`: a directory and a limit; `DiskStore`: chunks in one file there, and the reads and writes that wait their turn
-- `disk_file`: the file: unnamed, of fixed size, past the page cache where the system can
 - `reference_disk`: `ReferenceDisk`: a stand-in for tests, on which every missing wait shows
 """
 
 from memkit.plan.gpu import Link
-from memkit.transfer.arena import Arena
 from memkit.transfer.disk import Disk
-from memkit.transfer.lanes import Lanes
-from memkit.transfer.link import measure_link
+from memkit.transfer.host_memory import Arena
+from memkit.transfer.lanes import Lanes, measure_link
 from memkit.transfer.reference_disk import ReferenceDisk
 
 __all__ = ["Arena", "Disk", "Lanes", "Link", "ReferenceDisk", "measure_link"]

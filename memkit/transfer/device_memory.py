@@ -23,8 +23,7 @@ class MemoryHolder(Protocol):
 
 
 class DeviceMemory:
-    """The holders of a device's memory and their bytes: only buffers that weights, activations and states pass through. A
-    `MemoryBudget` can move none of these; it reports them when a budget can't be kept."""
+    """The holders of a device's memory that no `MemoryBudget` can move: it reports them when a budget can't be kept."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

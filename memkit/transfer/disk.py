@@ -2,23 +2,246 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import mmap
 import os
 import stat
+import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from torch import Tensor
 
 from memkit.core.forks import forked
 from memkit.core.interrupts import mended
 from memkit.core.sizes import DISK_PAGE_BYTES, check_budget_bytes, format_bytes, rounded
 from memkit.device.base import Device, Event
 from memkit.errors import DiskError, warn_user
-from memkit.transfer.disk_file import BLOCK_BYTES, DiskBlock, DiskFile, ScratchFile, cut_in_blocks
 from memkit.transfer.host_memory import Gaps, Range, Span
+
+BLOCK_BYTES = 8 * 2**20
+"""The most to read or write at once: large enough for full speed, small enough that several threads share one chunk."""
+_MOST_BUFFERS = 512
+"""Half of what Linux takes at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DiskBlock:
+    offset: int
+    buffers: tuple[memoryview, ...]
+    num_bytes: int
+    is_aligned: bool
+    """Whether each buffer begins at a page's multiple and is of whole pages, so that the disk may fill it itself."""
+
+
+def cut_in_blocks(ranges: Sequence[Range], pieces: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES) -> list[DiskBlock]:
+    """Return the blocks that move all bytes of some memory, in order; a rest that fills no page is a block of its own."""
+    memories = [(piece.data_ptr(), piece.numpy().data) for piece in pieces if piece.numel()]
+    total = sum(len(memory) for _, memory in memories)
+    whole = total // DISK_PAGE_BYTES * DISK_PAGE_BYTES
+    blocks, done = [], 0
+    for start, end in ranges:
+        while start < end and done < total:
+            blocks.append(_block(start, memories, min(block_bytes, end - start, (whole if done < whole else total) - done)))
+            start += rounded(blocks[-1].num_bytes, DISK_PAGE_BYTES)
+            done += blocks[-1].num_bytes
+    assert done == total, "more bytes than the file has room for"
+    return blocks
+
+
+def _block(offset: int, memories: list[tuple[int, memoryview]], num_bytes: int) -> DiskBlock:
+    taken, left = [], num_bytes
+    while left:
+        address, memory = memories[0]
+        part = memory[:left]
+        taken.append((address, part))
+        left -= len(part)
+        memories[:1] = [(address + len(part), memory[len(part) :])] if len(part) < len(memory) else []
+    is_aligned = len(taken) <= _MOST_BUFFERS and all(
+        address % DISK_PAGE_BYTES == 0 == len(part) % DISK_PAGE_BYTES for address, part in taken
+    )
+    return DiskBlock(offset=offset, buffers=tuple(part for _, part in taken), num_bytes=num_bytes, is_aligned=is_aligned)
+
+
+_MOST_TRIES = 8
+"""A disk may move less than a page this often in a row before that is an error."""
+_MODE = 0o600
+
+
+class DiskFile:
+    """A file without a name, whose room is reserved at the start: the system takes it back when the process ends."""
+
+    def __init__(self, directory: Path, num_bytes: int) -> None:
+        self._local = threading.local()
+        self.directory, self.num_bytes = directory, num_bytes
+        self.is_direct = False
+        """Whether bytes go between the disk and memory without the system's cache."""
+        self.refusal: str | None = None
+        self._handle = -1
+        try:
+            self._open()
+            self._reserve(0, num_bytes)
+            if not self.is_direct:
+                self._go_direct()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise _refused(directory, num_bytes, error) from error
+            raise
+
+    def _open(self) -> None:
+        self._handle = _open_unnamed(self.directory)
+
+    def _reserve(self, start: int, end: int) -> None:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._handle, start, end - start)
+        else:  # macOS: a full disk shows when it is written to
+            os.ftruncate(self._handle, end)
+
+    def extend(self, num_bytes: int) -> None:
+        if num_bytes <= self.num_bytes:
+            return
+        try:
+            self._reserve(self.num_bytes, num_bytes)
+        except OSError as error:
+            raise _refused(self.directory, num_bytes - self.num_bytes, error) from error
+        self.num_bytes = num_bytes
+
+    def _go_direct(self) -> None:
+        """Bypass the system's cache, which would take host memory for all bytes moved, if the file system lets us."""
+        self.is_direct = True
+        try:
+            if not hasattr(os, "O_DIRECT"):
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+            self._set_direct(True)
+            page = self._buffer(DISK_PAGE_BYTES)  # some file systems say no only when it comes to that
+            self._move_all(self._write_some, (page,), 0)
+            self._move_all(self._read_some, (page,), 0)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY):
+                raise
+            self.is_direct = False
+            with contextlib.suppress(OSError, AttributeError):
+                self._set_direct(False)
+            self.refusal = (
+                f"the file system of '{self.directory}' has no direct reads and writes (O_DIRECT: {error.strerror}), so that "
+                "they go through the system's cache: slower, and host memory fills with it for moments. Use a directory on a "
+                "local disk (ext4, xfs)"
+            )
+
+    def _set_direct(self, is_direct: bool) -> None:
+        import fcntl  # not on Windows, which has no file of this kind either
+
+        flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
+        fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | os.O_DIRECT if is_direct else flags & ~os.O_DIRECT)
+
+    def map(self, place: Range) -> memoryview:
+        start, end = place
+        return memoryview(mmap.mmap(self._handle, end - start, offset=start))
+
+    def settle_map(self, place: Range, mapped: memoryview) -> None:
+        memory = mapped.obj
+        assert isinstance(memory, mmap.mmap)
+        memory.flush()
+        if hasattr(mmap, "MADV_DONTNEED"):
+            memory.madvise(mmap.MADV_DONTNEED)  # of a file's bytes that loses nothing
+        self._forget_cached(place[0], place[1] - place[0])
+
+    def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(self._handle, buffers, offset)
+
+    def _write_some(self, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(self._handle, buffers, offset)
+
+    def _forget_cached(self, offset: int, num_bytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._handle, offset, rounded(num_bytes, DISK_PAGE_BYTES), os.POSIX_FADV_DONTNEED)
+
+    def note_free(self, place: Range) -> None:
+        """Hear that bytes mean nothing any more: the reference file poisons them."""
+
+    def close(self) -> None:
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+    def move(self, block: DiskBlock, *, is_read: bool) -> None:
+        is_straight = block.is_aligned or not self.is_direct
+        buffers = block.buffers if is_straight else (self._buffer(block.num_bytes),)
+        pairs = [] if is_straight else [*_paired(block.buffers, buffers[0])]
+        for memory, part in () if is_read else pairs:
+            part[:] = memory
+        self._move_all(self._read_some if is_read else self._write_some, buffers, block.offset)
+        for memory, part in pairs if is_read else ():
+            memory[:] = part
+        if not self.is_direct:
+            self._forget_cached(block.offset, block.num_bytes)
+
+    def _buffer(self, num_bytes: int) -> memoryview:
+        num_bytes = rounded(num_bytes, DISK_PAGE_BYTES)
+        found: mmap.mmap | None = getattr(self._local, "buffer", None)
+        if found is None or len(found) < num_bytes:
+            found = self._local.buffer = mmap.mmap(-1, num_bytes)
+        return memoryview(found)[:num_bytes]
+
+    def _move_all(self, move: Callable[[Sequence[memoryview], int], int], buffers: Sequence[memoryview], offset: int) -> None:
+        num_bytes, done, num_tries = sum(map(len, buffers)), 0, 0
+        while done < num_bytes:
+            moved = move(buffers if done == 0 else _behind(buffers, done), offset + done)
+            if self.is_direct:  # only whole pages: the next ones have to begin at one
+                moved -= moved % DISK_PAGE_BYTES
+            num_tries = 0 if moved else num_tries + 1
+            if num_tries == _MOST_TRIES:
+                raise OSError(errno.EIO, f"only {done} of {num_bytes} bytes were moved")
+            done += moved
+
+
+def _paired(memories: Sequence[memoryview], buffer: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
+    for memory in memories:
+        yield memory, buffer[: len(memory)]
+        buffer = buffer[len(memory) :]
+
+
+def _behind(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    left = []
+    for memory in buffers:
+        if num_bytes < len(memory):
+            left.append(memory[num_bytes:])
+        num_bytes = max(num_bytes - len(memory), 0)
+    return left
+
+
+def _open_unnamed(directory: Path) -> int:
+    unnamed = getattr(os, "O_TMPFILE", None)
+    if unnamed is not None:
+        with contextlib.suppress(OSError):  # an old kernel or a file system without it: other errors show below
+            return os.open(directory, unnamed | os.O_RDWR | os.O_CLOEXEC | os.O_EXCL, _MODE)
+    handle, path = tempfile.mkstemp(prefix="memkit-", dir=directory)  # mode 0600, O_CLOEXEC
+    try:
+        os.unlink(path)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _refused(directory: Path, num_bytes: int, error: OSError) -> DiskError:
+    free = ""
+    with contextlib.suppress(OSError):
+        stat = os.statvfs(directory)
+        free = f" ({format_bytes(stat.f_bavail * stat.f_frsize)} are free)"
+    return DiskError(
+        f"a scratch file of {format_bytes(num_bytes)} is needed in '{directory}'; found: {error.strerror}{free}. "
+        "Nothing was moved. Give another directory, make room in it, or put less on disk.",
+        path=directory,
+        errno=error.errno,
+    )
 
 
 class DiskTransfer:
@@ -35,9 +258,7 @@ class DiskTransfer:
         self.error: BaseException | None = None
         """The error of the first block that failed. Blocks that had not begun then are not moved."""
         self._begin = begin
-        """Waits for the events ahead of the first block."""
         self.is_beginning = False
-        """Whether a thread is in `begin`, so that others have nothing to do yet."""
         self._next = self._num_moving = 0
 
     @property
@@ -51,7 +272,6 @@ class DiskTransfer:
 
     @property
     def may_move(self) -> bool:
-        """Whether the wait ahead of the first block is over, or none is needed."""
         return self._begin is None and not self.is_beginning
 
     def take_step(self) -> Callable[[], None]:
@@ -101,7 +321,6 @@ class DiskQueue:
             self._changed.wait_for(lambda: transfer.is_over)
 
     def cancel(self, transfer: DiskTransfer) -> None:
-        """End a transfer, queued or not: wait for its blocks under way; no others move."""
         with self._of_this_process():
             transfer.error = transfer.error or KeyboardInterrupt()
             if transfer in self._waiting:
@@ -163,40 +382,26 @@ class DiskStore:
 
     [Note: new extent, then the flip] A write goes to free room in the file. Only when all its bytes are there does that room
     become the chunk's place, by one assignment, and its place before is free. So a write that fails or is broken off loses
-    nothing on disk. The caller keeps the bytes in memory until it knows that the write has ended well (`wait`).
-
-    A read or a write that fails raises at `wait`, which the caller owes each transfer. If Ctrl-C breaks off the request for a
-    transfer, the transfer has not begun. If it came right behind the call, the transfer goes on: `DiskCopy.transfer` is there.
-
-    `file` has room for all chunks, each in whole pages, and for those being written beside them. The events of `device` tell
-    when bytes in host memory are ready. One thread reads or writes at most `block_bytes` at once.
+    nothing on disk. The caller keeps the bytes in memory until it knows that the write has ended well: `wait`, which it owes
+    each transfer, raises its error. If Ctrl-C breaks off a request, the transfer has not begun, or is `DiskCopy.transfer`.
     """
 
-    def __init__(
-        self,
-        file: DiskFile,
-        queue: DiskQueue,
-        device: Device,
-        *,
-        block_bytes: int = BLOCK_BYTES,
-    ) -> None:
+    def __init__(self, file: DiskFile, queue: DiskQueue, device: Device) -> None:
         self.file = file
         self.lock = threading.RLock()
         self.is_broken = False
         self.read_bytes = self.written_bytes = 0
-        self._queue, self._device, self._block_bytes = queue, device, block_bytes
+        self._queue, self._device, self._block_bytes = queue, device, BLOCK_BYTES
         self._copies: dict[int, DiskCopy] = {}
         self._moving: dict[int, DiskCopy] = {}
         self._gaps = Gaps()
         self._gaps.ranges = [(0, file.num_bytes)]
         self._beginning: DiskCopy | None = None
-        """The copy whose transfer is being put into the queue."""
         self._is_closed = False
         self._shut = weakref.finalize(self, _shut, queue, file)
 
     @property
     def in_use_bytes(self) -> int:
-        """Bytes of the file that chunks have, or are about to have."""
         return self.file.num_bytes - self._gaps.num_bytes
 
     @property
@@ -208,7 +413,6 @@ class DiskStore:
 
     @mended
     def extend(self, num_bytes: int) -> None:
-        """Have room for so many bytes in all, whole pages: at least as many as before."""
         before = self.file.num_bytes
         self.file.extend(num_bytes)
         if num_bytes > before:
@@ -216,7 +420,6 @@ class DiskStore:
 
     @mended
     def add(self, name: str, num_bytes: int) -> DiskCopy:
-        """Return the copy of a chunk of at least one byte, which has no place before the first write."""
         assert num_bytes > 0
         copy = DiskCopy(name, num_bytes)
         self._copies[id(copy)] = copy
@@ -224,8 +427,7 @@ class DiskStore:
 
     @mended
     def map(self, copy: DiskCopy) -> memoryview:
-        """Give a chunk a place of its own that it keeps, and return its bytes as memory: `read` finds later writes to it. The
-        memory holds the room on the disk, even once this is closed."""
+        """Give a chunk a place that it keeps, and return its bytes as memory, which holds the room on the disk."""
         assert not copy.places[0]
         ranges = self._gaps.take(rounded(copy.num_bytes, DISK_PAGE_BYTES))
         if not ranges:
@@ -234,12 +436,10 @@ class DiskStore:
         return self.file.map(ranges[0])
 
     def settle_map(self, copy: DiskCopy, mapped: memoryview) -> None:
-        """Have writes to a chunk's memory go to the disk, and take no room in host memory until the next use."""
         self.file.settle_map(copy.places[0][0], mapped)
 
     @mended
     def remove(self, copy: DiskCopy) -> None:
-        """Forget a chunk, once its transfer has ended: its place is free."""
         self._end_transfer(copy)
         del self._copies[id(copy)]
         self._moving.pop(id(copy), None)
@@ -254,8 +454,7 @@ class DiskStore:
 
     @mended
     def write(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:
-        """Begin to write a chunk to a new place, once its last transfer has ended and `after` is reached. The span stays
-        unchanged until `wait` has returned."""
+        """Begin to write a chunk to a new place, once `after` is reached. The span stays unchanged until `wait` returns."""
         self._prepare(copy, span)
         size = rounded(copy.num_bytes, DISK_PAGE_BYTES)
         if self._gaps.num_bytes < size:
@@ -273,8 +472,7 @@ class DiskStore:
 
     @mended
     def read(self, copy: DiskCopy, span: Span, *, after: Sequence[Event] = ()) -> None:
-        """Begin to read a chunk, once its last transfer has ended and `after` is reached. Until `wait` has returned, the span's
-        bytes mean nothing."""
+        """Begin to read a chunk, once `after` is reached. Until `wait` has returned, the span's bytes mean nothing."""
         self._prepare(copy, span)
         assert copy.places[0], f'"{copy.name}" is read, and was never written'
         self.read_bytes += copy.num_bytes
@@ -298,11 +496,8 @@ class DiskStore:
 
     @mended
     def close(self) -> None:
-        """End all transfers and threads, and give the room on the disk back. Calling it again does nothing."""
         self._shut()
         self._is_closed = True
-
-    # Transfers
 
     def _prepare(self, copy: DiskCopy, span: Span) -> None:
         assert not self._is_closed, "the disk store is closed"
@@ -335,7 +530,6 @@ class DiskStore:
                 self._settle(copy)
 
     def _settle(self, copy: DiskCopy) -> None:
-        """Note the end of a transfer: see [Note: new extent, then the flip]."""
         assert copy.transfer is not None
         here, there = copy.places
         if copy.transfer.error is not None:
@@ -373,8 +567,6 @@ class DiskStore:
             for place in (*copy.places[0], *copy.places[1]):
                 self._gaps.cut(place)
         self.is_broken = False
-
-    # Errors
 
     def _raise_error(self, transfer: DiskTransfer) -> None:
         error = transfer.error
@@ -449,28 +641,16 @@ class Disk:
             )
 
     def open(self, num_bytes: int, device: Device, *, num_threads: int = 4) -> DiskStore:
-        """Return a store for at most so many bytes of chunks, each rounded up to 4 KiB and counted twice while being written.
-        Warns if reads and writes must go through the system's cache.
-
-        Args:
-            num_bytes: of all chunks.
-            device: its events tell when bytes in host memory are ready.
-            num_threads: that read and write.
-
-        Raises:
-            DiskError: the limit, or the free room on the disk, is less; or the system makes no file there.
-        """
+        """Return a store for at most so many bytes of chunks, each rounded up to 4 KiB and counted twice while being
+        written. Raises DiskError if the limit, or the free room on the disk, is less. Warns if all must go through the
+        system's cache."""
         file = self._make_file(self._allowed(num_bytes))
         if file.refusal is not None:
             warn_user(f"Disk: {file.refusal}")
         return DiskStore(file, self._make_queue(num_threads), device)
 
     def extend(self, store: DiskStore, num_bytes: int) -> None:
-        """Have a store that was opened here have room for so many bytes.
-
-        Raises:
-            DiskError: the limit, or the free room on the disk, is less.
-        """
+        """Have a store that was opened here have room for so many bytes. Raises DiskError as `open` does."""
         store.extend(self._allowed(num_bytes))
 
     def _allowed(self, num_bytes: int) -> int:
@@ -484,7 +664,7 @@ class Disk:
         return num_bytes
 
     def _make_file(self, num_bytes: int) -> DiskFile:
-        return ScratchFile(self.directory, num_bytes)
+        return DiskFile(self.directory, num_bytes)
 
     def _make_queue(self, num_threads: int) -> DiskQueue:
         return DiskQueue(num_threads)

@@ -1,12 +1,15 @@
-"""One stream for each direction of copies, shared by all features; long copies take turns on two streams."""
+"""One stream for each direction of copies, shared by all features; long copies take turns on two. Their speed, measured."""
 
 from __future__ import annotations
 
 import itertools
+import statistics
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,15 +19,13 @@ from memkit.core import torch_private
 from memkit.core.tensors import byte_view
 from memkit.core.torch_state import NO_LABEL, label
 from memkit.device.base import CopyBatch, Device, Event, Piece, Stream
-from memkit.transfer.host_memory import Span
+from memkit.plan.gpu import Link
+from memkit.transfer.host_memory import Arena, Span
 
 TURN_BYTES = 16 * 2**20
-"""About the bytes of one turn."""
 
 
 class CopiesByTurns(CopyBatch):
-    """A `CopyBatch` whose pieces are copied one after the other, alternating between two streams."""
-
     def __init__(
         self,
         device: Device,
@@ -67,11 +68,13 @@ def copy_by_turns(
 
 
 def _cut(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield the pieces of each turn: several small ones, or a part of a large one."""
     turn, num_bytes = list[Piece](), 0
     for piece in pieces:
         for start in range(0, piece.num_bytes, TURN_BYTES):
-            part = piece if piece.num_bytes <= TURN_BYTES else _part_of(piece, start)
+            part = piece
+            if piece.num_bytes > TURN_BYTES:
+                host = piece.host[start : start + TURN_BYTES]
+                part = Piece(piece.index, piece.start + start, host, piece.address + start, len(host))
             if turn and num_bytes + part.num_bytes > TURN_BYTES:
                 yield turn
                 turn, num_bytes = [], 0
@@ -79,11 +82,6 @@ def _cut(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
             num_bytes += part.num_bytes
     if turn:
         yield turn
-
-
-def _part_of(piece: Piece, start: int) -> Piece:
-    host = piece.host[start : start + TURN_BYTES]
-    return replace(piece, start=piece.start + start, host=host, address=piece.address + start, num_bytes=len(host))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,31 +99,25 @@ class Prefetcher(Protocol):
         """Whether it may have something to fetch."""
 
     def bring_until(self, use_order: int) -> bool:
-        """Put on the lane whatever the backward needs sooner than the forward's use `use_order`. Tell whether all of that is on
-        the lane or on the device: some of it may have no room yet."""
+        """Put on the lane what the backward needs sooner than the use `use_order`; tell whether all of it is on its way."""
 
 
 class Lanes:
     """One queue from a device to the host and one back, for all copies of memkit.
 
-    A copy waits for the events that it is given, and nothing waits for it by itself. The caller keeps the storage alive until
-    the stream that the storage goes back to has waited for `Transfer.done`.
+    A copy waits for the events that it is given. The caller keeps the storage alive until the stream that it goes back to has
+    waited for `Transfer.done`.
 
-    [Note: one queue for all] Copies on a lane run in order. Several prefetchers bring weights and activations back, so one of
-    them could put many copies on the lane that are needed late, ahead of another's that are needed now. A backward needs
-    tensors in the reverse order of the forward's uses. So in the forward, whatever will be needed again takes a number from one
-    counter (`next_use`), its `use_order`, and the highest is fetched first: a prefetcher asks `bring_sooner` before each copy,
-    and stops there if another has yet to bring something that is needed sooner. Bytes that are needed at once are fetched
-    without asking.
+    [Note: one queue for all] Several prefetchers bring weights and activations back, and a backward needs tensors in the
+    reverse order of the forward's uses. So in the forward, whatever will be needed again takes a number from one counter
+    (`next_use`), its `use_order`, and the highest is fetched first: a prefetcher asks `bring_sooner` before each copy, and
+    stops there if another has yet to bring something that is needed sooner.
 
     [Note: copies by turns] Any other copy to the host, as by `item()`, waits behind all copies of a stream that are ready to
-    go: on an H200, 2 GiB of them hold up an `item()` for 38 ms, in one piece or in forty. The same holds for copies to the
-    device of more than a KiB: on an H100, 1 GiB of ready fetches hold up one of 4 KiB for 18 ms. FSDP2 makes such copies for
-    each layer that it gathers and reduces, on the streams of these. If the copies alternate between two streams, each waiting
-    for the one before, CUDA goes on to other streams in between: with pieces of 64 MiB it is 0.9 ms, of 16 MiB 0.04 ms. But
-    copies are then slower by 1 to 3 %, which counts where a pass waits for them: there an `item()` that waits as well costs
-    little. So a schedule puts its copies on `out_by_turns` once they have ended before the forward did, and those back on
-    `back_by_turns` once a backward has hardly waited for them.
+    go: on an H200, 38 ms behind 2 GiB; so do FSDP2's copies to the device. If copies of 16 MiB alternate between two streams,
+    each waiting for the one before, it is 0.04 ms, but they are slower by 1 to 3 %. So a schedule puts its copies on
+    `out_by_turns` once they have ended before the forward did, and those back on `back_by_turns` once a backward has hardly
+    waited for them.
     """
 
     def __init__(self, device: Device) -> None:
@@ -139,7 +131,6 @@ class Lanes:
         self.prefetchers = weakref.WeakSet[Prefetcher]()
 
     def join(self, prefetcher: Prefetcher) -> None:
-        """Add a prefetcher to those that take turns on the lane back, for as long as it lives."""
         self.prefetchers.add(prefetcher)
 
     def are_shared(self, prefetcher: Prefetcher) -> bool:
@@ -153,20 +144,24 @@ class Lanes:
         """Copy the first bytes of a storage into a span, once `after` is reached and the span's last users are done with it."""
         return self.copy(self.out, storage, span, is_out=True, after=(after, *span.free_events))
 
-    def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event], start: int = 0) -> Transfer:
-        """Copy a span into a storage, or to a part of a larger one from byte `start` on, once the events are reached."""
-        return self.copy(self.back, storage, span, is_out=False, after=after, start=start)
+    def copy_back(self, span: Span, storage: torch.UntypedStorage, *, after: Iterable[Event]) -> Transfer:
+        return self.copy(self.back, storage, span, is_out=False, after=after)
 
     def batch_out(self, spans: Sequence[Span]) -> CopyBatch:
-        """Prepare copies to pinned spans, one from a storage to each, for `start_out`. The lane to the host waits for the
-        spans' last users now."""
+        """Prepare copies to pinned spans, one from a storage to each. The lane waits for the spans' last users now."""
         for event in {event for span in spans for event in span.free_events}:
             self._device.wait_event(self.out, event)
-        return self._device.copy_batch(self.out, [*_pieces_of(spans)], is_out=True)
+        pieces = []
+        for index, span in enumerate(spans):
+            starts = itertools.accumulate((host.nbytes for host in span.pieces), initial=0)
+            pieces += [
+                Piece(index, start, host, host.data_ptr(), host.nbytes)
+                for start, host in zip(starts, span.pieces, strict=False)
+            ]
+        return self._device.copy_batch(self.out, pieces, is_out=True)
 
     def start_out(self, batch: CopyBatch, storages: Sequence[torch.UntypedStorage]) -> Event:
-        """Put a batch of `batch_out` on the lane, after all work of the current stream. Return the event at its end, which the
-        next start reuses."""
+        """Put a batch on the lane, behind the current stream. Return the event at its end, which the next start reuses."""
         with label("evict") if torch_private.profiler_is_on() else NO_LABEL:
             batch.start(storages)
             return batch.done
@@ -198,8 +193,7 @@ class Lanes:
             return Transfer(span.num_bytes, started, device.record_event(lane))
 
     def copy_parts(self, span: Span, parts: Sequence[Tensor], *, after: Iterable[Event], is_out: bool = False) -> Event:
-        """Copy a pinned span into a storage, or back to the span, as `copy` does with `parts`; return the event at its end. It
-        costs the host less than `copy`, since it cannot be timed."""
+        """As `copy` with `parts` of a pinned span, for less of the host's time, untimed. Return the event at its end."""
         device, lane = self._device, self.out if is_out else self.back
         for event in after:
             device.wait_event(lane, event)
@@ -211,8 +205,7 @@ class Lanes:
         return device.record_event(lane, timed=False)
 
     def copy_back_by_turns(self, pieces: Sequence[Tensor], parts: Sequence[Tensor], *, after: Iterable[Event]) -> Event:
-        """Copy pieces of pinned host memory to parts of a storage on two streams in turn: see [Note: copies by turns].
-        Return an event on `back` at the end of all copies."""
+        """Copy pieces of pinned memory to a storage on two streams in turn. Return an event on `back` at the end of all."""
         device = self._device
         for number, (piece, part) in enumerate(zip(pieces, parts, strict=True), start=1):
             lane = self.back_by_turns[(len(pieces) - number) % 2]
@@ -224,14 +217,6 @@ class Lanes:
         return done
 
 
-def _pieces_of(spans: Sequence[Span]) -> Iterator[Piece]:
-    for index, span in enumerate(spans):
-        start = 0
-        for host in span.pieces:
-            yield Piece(index, start, host, host.data_ptr(), host.nbytes)
-            start += host.nbytes
-
-
 _lanes: dict[Device, Lanes] = {}
 _lock = threading.RLock()
 
@@ -241,3 +226,85 @@ def lanes_of(device: Device) -> Lanes:
         if device not in _lanes:
             _lanes[device] = Lanes(device)
         return _lanes[device]
+
+
+_SMALL_BYTES = 4096
+_NUM_SMALL = 32
+_MOST_ACTS = 10_000
+
+
+def measure_link(device: Device, *, num_bytes: int = 256 * 2**20, repeats: int = 5) -> Link:
+    """Return the speed of copies between a device and pinned host memory, one at a time: the median of `repeats` timed copies
+    of each size and direction, after one that is not timed. Copies of `num_bytes` tell the bandwidth, much smaller ones the
+    latency. Raises ValueError for an argument that is not positive, HostMemoryError or torch.OutOfMemoryError without room."""
+    if num_bytes <= 0 or repeats <= 0:
+        raise ValueError(f"num_bytes and repeats must be positive; found {num_bytes} and {repeats}")
+    big_out_s, big_back_s = _seconds(device, num_bytes, repeats, num_copies=1)
+    small_out_s, small_back_s = _seconds(device, _SMALL_BYTES, repeats, num_copies=_NUM_SMALL)
+    return Link(
+        d2h_bytes_per_s=num_bytes / max(big_out_s, 1e-9),
+        h2d_bytes_per_s=num_bytes / max(big_back_s, 1e-9),
+        latency_s=max(small_out_s, small_back_s),
+    )
+
+
+def measure_both_ways(device: Device, *, num_bytes: int = 256 * 2**20) -> float:
+    lanes, both_s = Lanes(device), []
+    with _memory(device, num_bytes, num_pairs=2) as (storages, spans):
+        lanes.copy_out(storages[1], spans[1], after=device.record_event())
+        device.synchronize()
+        for _ in range(6):  # the first is to warm up
+            ready = device.record_event()
+            out = lanes.copy_out(storages[0], spans[0], after=ready)
+            back = lanes.copy_back(spans[1], storages[1], after=(ready,))
+            device.synchronize()
+            both_s.append(max(ready.elapsed_s(out.done), ready.elapsed_s(back.done)))
+    return num_bytes / max(statistics.median(both_s[1:]), 1e-9)
+
+
+def measure_beside_copies(
+    device: Device, act: Callable[[], object], *, num_bytes: int, num_copies: int, most_acts: int | None = None
+) -> tuple[float, float]:
+    lanes = Lanes(device)
+    with _memory(device, num_bytes, num_pairs=2) as (storages, spans):
+        out = lanes.copy_out(storages[1], spans[1], after=device.record_event())
+        device.synchronize()
+        ready = device.record_event()
+        for _ in range(num_copies):
+            out = lanes.copy_out(storages[0], spans[0], after=ready)
+            back = lanes.copy_back(spans[1], storages[1], after=(ready,))
+        num_done, begin = 0, time.perf_counter()
+        while num_done < (most_acts or _MOST_ACTS):
+            act()
+            num_done += 1
+            if out.done.is_reached() and back.done.is_reached():
+                break
+        acted_s = max(time.perf_counter() - begin, 1e-9)
+        device.synchronize()
+        copied_s = max(ready.elapsed_s(out.done), ready.elapsed_s(back.done), 1e-9)
+    return num_done / acted_s, num_copies * num_bytes / copied_s
+
+
+@contextmanager
+def _memory(device: Device, num_bytes: int, *, num_pairs: int = 1) -> Iterator[tuple[list[torch.UntypedStorage], list[Span]]]:
+    arena, storages = Arena(device), [device.allocate(num_bytes) for _ in range(num_pairs)]
+    try:
+        yield storages, [arena.take(num_bytes) for _ in range(num_pairs)]
+    finally:
+        device.synchronize()  # also after an interrupt nothing is under way when the storages go
+        arena.give_all()
+        arena.close()
+
+
+def _seconds(device: Device, num_bytes: int, repeats: int, *, num_copies: int) -> tuple[float, float]:
+    lanes, out_s, back_s = Lanes(device), [], []
+    with _memory(device, num_bytes) as ((storage,), (span,)):
+        for _ in range(1 + repeats):  # the first is to warm up
+            ready = device.record_event()
+            out = [lanes.copy_out(storage, span, after=ready) for _ in range(num_copies)]
+            device.synchronize()
+            back = [lanes.copy_back(span, storage, after=(out[-1].done,)) for _ in range(num_copies)]
+            device.synchronize()
+            out_s.append(out[0].started.elapsed_s(out[-1].done) / num_copies)
+            back_s.append(back[0].started.elapsed_s(back[-1].done) / num_copies)
+    return statistics.median(out_s[1:]), statistics.median(back_s[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections import deque
@@ -10,17 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from memkit.core.sizes import check_budget_bytes
-from memkit.errors import DiskError
-from memkit.transfer.disk import Disk, DiskQueue, DiskTransfer
-from memkit.transfer.disk_file import DiskFile
+from memkit.transfer.disk import Disk, DiskFile, DiskQueue, DiskTransfer
 from memkit.transfer.host_memory import Range
 
 POISON = 0xCB
 """The content of memory until a read has landed in it, and of free places in the file."""
 
 Fault = Callable[[str, int, int], int]
-"""Called ahead of each "reserve", "read" or "write" with its offset and its number of bytes: returns how many of these to move,
-or raises an `OSError`; it may sleep."""
+"""Called with a kind of request, its offset and bytes: returns how many of these to move, or raises an `OSError`."""
 
 
 class ReferenceDisk(Disk):
@@ -38,12 +34,7 @@ class ReferenceDisk(Disk):
     """
 
     def __init__(
-        self,
-        *,
-        limit: int | str | None = None,
-        fault: Fault | None = None,
-        seed: int | None = None,
-        is_late: bool = True,
+        self, *, limit: int | str | None = None, fault: Fault | None = None, seed: int | None = None, is_late: bool = True
     ) -> None:
         object.__setattr__(self, "directory", Path("reference"))
         object.__setattr__(self, "limit", None if limit is None else check_budget_bytes("limit", limit))
@@ -61,27 +52,17 @@ class ReferenceDisk(Disk):
 
 class _ReferenceFile(DiskFile):
     def __init__(self, directory: Path, num_bytes: int, fault: Fault | None) -> None:
-        super().__init__()
-        self.directory, self.num_bytes = directory, num_bytes
-        self.is_direct, self.refusal = True, None
-        self._lock = threading.Lock()
+        self._lock, self._content = threading.Lock(), memoryview(b"")
         self._fault = fault or (lambda _what, _offset, num_bytes: num_bytes)
-        self._reserve(0, num_bytes)
-        self._content = memoryview(bytearray([POISON]) * num_bytes)
+        super().__init__(directory, num_bytes)
+
+    def _open(self) -> None:
+        self.is_direct = True
 
     def _reserve(self, start: int, end: int) -> None:
-        try:
-            self._fault("reserve", start, end - start)
-        except OSError as error:
-            raise DiskError(f"no room: {os.strerror(error.errno or 0)}", path=self.directory, errno=error.errno) from error
-
-    def extend(self, num_bytes: int) -> None:
-        if num_bytes > self.num_bytes:
-            self._reserve(self.num_bytes, num_bytes)
-            added = bytearray([POISON]) * (num_bytes - self.num_bytes)
-            with self._lock:
-                self._content = memoryview(bytearray(self._content) + added)
-            self.num_bytes = num_bytes
+        self._fault("reserve", start, end - start)
+        with self._lock:
+            self._content = memoryview(bytearray(self._content) + bytearray([POISON]) * (end - start))
 
     def _read_some(self, buffers: Sequence[memoryview], offset: int) -> int:
         return self._move("read", buffers, offset)
@@ -105,7 +86,7 @@ class _ReferenceFile(DiskFile):
     def map(self, place: Range) -> memoryview:
         return self._content[place[0] : place[1]]
 
-    def _forget_cached(self, offset: int, num_bytes: int) -> None:
+    def settle_map(self, place: Range, mapped: memoryview) -> None:
         pass
 
     def note_free(self, place: Range) -> None:

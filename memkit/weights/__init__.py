@@ -2,10 +2,8 @@
 
 A layer's weights are one *chunk*: packed side by side, copied together. A *slot* is device memory for one chunk at a time.
 
-- `layer_offload`: `LayerOffload`
-- `selection`: which modules are layers, and which models are refused
-- `shares`: from `offload_ratio`, `budget`, `num_resident` or a measured step to a `ResidencyPlan`; the training mode
-- `stats`: `LayerStats`: bytes moved and held, and stalls
+- `layer_offload`: `LayerOffload` and its `LayerStats`; `GradScaler` for gradients in host memory
+- `selection`: which modules are layers, which models are refused, which share streams; the training mode
 
 Weights in host memory:
 
@@ -16,20 +14,15 @@ Weights in host memory:
 Streaming:
 
 - `forwards`: hooks before and after forwards of the model, of layers, and of modules inside of them
-- `streaming`: `Streamer`: fetches a layer when it is used, and prefetches those after it
+- `streaming`: `Streamer`: fetches a layer when it is used, and those after it; a weight is saved as a reference to its layer
 - `slots`: `SlotRing`: device memory, and when each slot may be written to again
-- `saving`: saved-tensor hooks in a layer's forward: a weight is saved as a reference to its layer
 
 Gradients:
 
-- `accumulation`: `Accumulation`: when a gradient is complete, and how a backward ends
-- `gradients`: `HostGradients`: `train="host"`, gradients are added up in host memory
+- `gradients`: `Accumulation`: when a gradient is complete; `HostGradients`: `train="host"`, they are added up in host memory
 - `fused`: `FusedSteps`: `train="fused"`, each parameter is stepped in its slot within the backward
-- `scaler`: `GradScaler` for gradients in host memory
 """
 
-from memkit.weights.layer_offload import LayerOffload
-from memkit.weights.scaler import GradScaler
-from memkit.weights.stats import LayerStats
+from memkit.weights.layer_offload import GradScaler, LayerOffload, LayerStats
 
 __all__ = ["GradScaler", "LayerOffload", "LayerStats"]

@@ -48,10 +48,8 @@ class BoundTensor:
         self.size, self.stride, self.dtype = tensor.size(), tensor.stride(), tensor.dtype
         self.host_copy: Tensor = tensor.data
         self.address = 0
-        """Of the host copy, as it was made: a storage moved in place has another."""
 
     def over(self, storage: torch.UntypedStorage, *, start: int = 0) -> Tensor:
-        """Return the tensor in a storage whose first byte is the chunk's at `start`."""
         offset = (self.offset - start) // self.dtype.itemsize
         return tensor_over(storage, self.dtype, offset=offset, size=self.size, stride=self.stride)
 
@@ -92,7 +90,6 @@ class StreamedParameter:
         self.size, self.dtype = parameter.size(), parameter.dtype
         self.note_stride()
         self.device = torch.device("cpu") if parameter.is_meta else parameter.device
-        """Where it was found; the host if it had no data."""
 
     def note_stride(self) -> None:
         self.stride = self.parameter.stride()
@@ -153,7 +150,6 @@ class StreamedParameter:
         )
 
     def in_module(self) -> Any:
-        """Return what its module has in its place now."""
         module, key = self.places[0]
         return torch_private.parameters_of(module).get(key)
 
@@ -168,13 +164,11 @@ class StreamedParameter:
 
 
 class Binding:
-    """All parameters of a chunk, as arrays made once: a step goes through them without a call for each. `renew` is due when one
-    is replaced, or its host copy's layout changes."""
+    """All parameters of a chunk, as arrays made once: `renew` is due when one is replaced, or its layout changes."""
 
     def __init__(self, parameters: Sequence[StreamedParameter]) -> None:
         self.parameters = tuple(parameters)
         self.places: tuple[Geometry, ...] = ()
-        """The same object for as long as all tensors lie in the chunk as before."""
         self.renew()
 
     def renew(self) -> None:
@@ -204,8 +198,7 @@ class Binding:
         self._sample = next(floating, 0)
 
     def check_unchanged(self, *, in_modules: bool = True) -> bool:
-        """Tell whether each parameter is its host copy, where that was made, and with `in_modules` the modules have it (a
-        backward has its forward's parameters); False if one wraps others, which are not looked into."""
+        """Tell whether each parameter is its host copy, where that was made, and with `in_modules` its module's."""
         tensors = self.tensors
         if self.wrappers or tuple(map(Tensor.data_ptr, tensors)) != self._addresses:
             return False
@@ -232,7 +225,6 @@ class Binding:
         return bool(self.wrappers) or now is not self._expected[at] or self.tensors[at].data_ptr() != self._addresses[at]
 
     def point_at(self, views: Sequence[Tensor], device: torch.device) -> None:
-        """Point the parameters at views on a device; wrappers report that device."""
         is_seen = torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled()
         with without_modes() if is_seen else _NO_CONTEXT:
             deque(self.set_data(views), maxlen=0)
@@ -272,7 +264,6 @@ class LayerChunk:
         self.module = module
         self.position = position
         self.span: Span | None = None
-        """The memory of the host copy. None if that is on a disk."""
         self.mapped: memoryview | None = None
         self.is_on_host = False
         """Whether the host copies are in the span, and parameters may be those."""
@@ -323,12 +314,10 @@ class LayerChunk:
         self.residency = residency
 
     def move_to_host(self, read: Callable[[Tensor, Tensor], None] | None = None) -> None:
-        """Copy the parameters to the host copy, in `span` or on a disk, and point them at it; `read` fills a host copy (its
-        second argument) with a parameter (its first) in place of a copy."""
+        """Copy the parameters to the host copy, in `span` or on a disk, by `read` in place of a copy, and point them at it."""
         memory: Any = self.mapped
         if memory is None:
             assert self.span is not None
-            assert self.span.whole is not None
             memory = self.span.whole.numpy()
         self._restored, self.held = {}, []
         with without_modes():
@@ -350,7 +339,6 @@ class LayerChunk:
                     streamed.parameter.grad = grad.to(HOST)
 
     def let_go_of_disk(self) -> None:
-        """Drop the mapping of a disk, once the parameters are restored."""
         if self.mapped is not None and not self.is_on_host:
             self.mapped, self.held = None, []
             for part in self._parts():
@@ -363,8 +351,7 @@ class LayerChunk:
         return self.is_on_host and not self._restored
 
     def restore(self) -> None:
-        """Make the parameters tensors of their own again, where they were found; see also `held`. The caller's replacements
-        stay. Calling it again after an interrupt does the rest."""
+        """Make the parameters tensors of their own again, where they were found; see also `held`. May be repeated."""
         copied = self._restored
         with without_modes():
             for streamed in self.parameters:
@@ -403,9 +390,7 @@ _ADVICE = "Call offload.close() first, change the model, and make a new LayerOff
 
 
 def adopt(chunk: LayerChunk, *, may_replace: bool = True) -> list[StreamedParameter]:
-    """Take over data that parameters were given (`parameter.data = other`), and parameters that were put in the place of others
-    (`load_state_dict(assign=True)`), and return them. Without `may_replace`, while a graph that has used the parameters is
-    alive, replaced ones are left to the next forward."""
+    """Take over and return data that parameters were given and, unless a graph is alive, parameters put in their place."""
     if chunk.binding.check_unchanged(in_modules=may_replace):
         return []
     adopted = [streamed for streamed in chunk.parameters if _is_replaced(streamed)]

@@ -17,21 +17,18 @@ from memkit.core import backwards, torch_private
 from memkit.core.calls import Call, Calls, Claims, Ending
 from memkit.core.features import NotCopied
 from memkit.core.hooks import HookSet
-from memkit.core.owners import are_owners_set_aside, aside
+from memkit.core.owners import aside
 from memkit.core.torch_state import in_differentiating_transform
 from memkit.errors import LayerOffloadError
 from memkit.plan.chunks import Residency
-from memkit.weights.accumulation import Accumulation
 from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt
-from memkit.weights.saving import WeightHooks
-from memkit.weights.selection import refuse_replicated
-from memkit.weights.shares import StepTiming
-from memkit.weights.streaming import Streamer
+from memkit.weights.gradients import Accumulation
+from memkit.weights.selection import StepTiming, refuse_replicated
+from memkit.weights.streaming import Streamer, WeightHooks
 
 
 class InnerHooks(HookSet):
-    """Hooks around the forwards of modules that seldom run by themselves. Each step takes them off and puts them back, without
-    a Python call for each: no interrupt comes in between."""
+    """Hooks around forwards of modules that seldom run by themselves, taken off and put back in one C call each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,8 +75,7 @@ class InnerHooks(HookSet):
 
 
 class Forwards(NotCopied):
-    """Has the parameters of each layer lie in a slot while it runs. `before_pass` is called when an outermost forward outside
-    of a backward begins, and may call `watch` anew; `note_adopted` with parameters that the caller has put in others' place."""
+    """Has the parameters of each layer lie in a slot while it runs. `before_pass` is called ahead of an outermost forward."""
 
     def __init__(
         self, model: nn.Module, before_pass: Callable[[], None], note_adopted: Callable[[StreamedParameter], None]
@@ -90,7 +86,6 @@ class Forwards(NotCopied):
         self._timing: StepTiming | None = None
         self._streamer: Streamer
         self._saved_hooks: WeightHooks
-        """Used where no other saved-tensor hooks are set."""
         self._gradients: Accumulation | None = None
 
     def watch(self, streamer: Streamer, gradients: Accumulation | None) -> None:
@@ -100,7 +95,11 @@ class Forwards(NotCopied):
             gradients.watch_recomputes(self._model)
         chunks = streamer.chunks
         if not len(self._outer_hooks):  # they stay: one of these modules may be running
-            self._watch_outer({id(inner) for chunk in chunks for inner in chunk.module.modules()})
+            within = {id(inner) for chunk in chunks for inner in chunk.module.modules()}
+            for module in self._model.modules():
+                is_outer = id(module) not in within and any(id(inner) in within for inner in module.modules())
+                if is_outer and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+                    self._outer_hooks.around_forward(module, before=self._before_outer, after=self._after_outer)
         self._saved_hooks = WeightHooks(streamer)
         for chunk in chunks:
             layer = _LayerForwards(chunk, InnerHooks())
@@ -112,14 +111,7 @@ class Forwards(NotCopied):
                 if module is not chunk.module and any(id(inner) in holding for inner in module.modules()):
                     layer.inner_hooks.around_inner(module, before=partial(self._before_inner, layer), after=self._after_inner)
 
-    def _watch_outer(self, within: set[int]) -> None:
-        for module in self._model.modules():
-            is_outer = id(module) not in within and any(id(inner) in within for inner in module.modules())
-            if is_outer and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-                self._outer_hooks.around_forward(module, before=self._before_outer, after=self._after_outer)
-
     def time_with(self, timing: StepTiming | None, resident: dict[str, nn.Module]) -> None:
-        """Time the layers from now on, also the resident ones; None: no longer."""
         self._timing_hooks.remove()
         self._timing = timing
         if timing is not None:
@@ -136,7 +128,7 @@ class Forwards(NotCopied):
         for hooks in (self._outer_hooks, self._hooks, self._timing_hooks):
             hooks.remove()
         # The object whose these are holds this one: neither is left to the garbage collector.
-        self._before_pass = self._note_adopted = _do_nothing
+        self._before_pass, self._note_adopted = lambda: None, lambda _: None
 
     def end_interrupted(self) -> None:
         self._calls.end_interrupted()
@@ -145,7 +137,7 @@ class Forwards(NotCopied):
     # The model
 
     def _before_outer(self, module: nn.Module, _: Any) -> None:
-        if not are_owners_set_aside():
+        if not aside.is_set:
             self._calls.begin(module, depth=2)
             if torch_private.backward_task() != -1:
                 self._calls.claim(self._recomputing)
@@ -193,7 +185,6 @@ class Forwards(NotCopied):
             self._note_adopted(adopted)
 
     def _refuse_transforms(self) -> None:
-        """Raise within transforms of torch.func that wrap tensors, also one that is set as `data`."""
         if self._streamer.chunks and in_differentiating_transform():
             raise LayerOffloadError(
                 f"a forward of {type(self._model).__name__} runs within torch.func.grad, vjp, jvp or what is made of them "
@@ -316,20 +307,15 @@ class Forwards(NotCopied):
 class _LayerForwards:
     chunk: LayerChunk
     inner_hooks: InnerHooks
-    """On modules in the layer. They are set aside while it runs."""
     is_followed: bool = False
     """Whether the last call's output has a graph, so that its backward is seen."""
 
 
 def _time_forward(begin: Callable[[], None], *_: Any) -> None:
-    if not are_owners_set_aside():
+    if not aside.is_set:
         begin()
 
 
 def _time_backward(begin: Callable[[], None], _: nn.Module, __: Any, output: Any) -> None:
-    if not are_owners_set_aside():
+    if not aside.is_set:
         backwards.before(output, lambda _: begin())
-
-
-def _do_nothing(*_: object) -> None:
-    pass

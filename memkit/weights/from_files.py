@@ -24,12 +24,9 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def remade(model: nn.Module, stored: Set[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return the tensors without data that modules hold and that are not in the `state_dict` (its ids are `stored`), such as
-    buffers that are not persistent, each with one that has data.
-
-    A module is made anew on the CPU, from its attributes that are named like its constructor's arguments. That counts only if
-    each argument is an attribute, all its attributes come out equal, and twice the same tensors.
-    """
+    """Return tensors without data that modules hold beside the `state_dict` (its ids are `stored`), each with one that has
+    data: that of a module made anew from its attributes, if each argument is one, all of them come out equal, and twice the
+    same."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     lost: dict[str, str] = {}
     for prefix, module in model.named_modules():
@@ -167,8 +164,7 @@ class StoredTensor:
 
 
 class Checkpoint:
-    """The tensors of a safetensors file, or of a directory with `model.safetensors.index.json` and its files,
-    `model.safetensors`, or just one file of this kind, by name. Their bytes are read when asked for."""
+    """The tensors of a safetensors file, or of a directory with an index or one such file, by name, read when asked for."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
@@ -272,8 +268,7 @@ _MOST_NAMED = 5
 
 
 class FileWeights:
-    """Weights of a model in safetensors files (see `Checkpoint`), if any are given. Nothing is changed before `open`. Tensors
-    on torch's "meta" device become tensors of the CPU, and stay the same objects: only addresses, until they are read."""
+    """Weights of a model in safetensors files (if given) for tensors on the "meta" device: they stay the same objects."""
 
     def __init__(self, model: nn.Module, path: FilePath | None) -> None:
         self._opened: list[tuple[Tensor, Tensor]] = []
@@ -350,7 +345,6 @@ class FileWeights:
                     self._checkpoint.read(self._names[id(tensor)], tensor.detach())
 
     def undo(self) -> None:
-        """Take the data from tensors that had none."""
         while self._opened:
             tensor, other = self._opened[-1]
             if not tensor.is_meta:  # an interrupt may have come ahead of the change

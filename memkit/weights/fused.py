@@ -1,5 +1,4 @@
-"""Optimizer steps within the backward (`train="fused"`). A failed backward leaves each parameter stepped once with its whole
-gradient, or not at all, weights and state alike: see [Note: interrupts of streaming] in `memkit.weights.streaming`."""
+"""Optimizer steps within the backward (`train="fused"`): each parameter once with its whole gradient, or not at all."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from memkit.errors import LayerOffloadError
 from memkit.optimizers import kept_states
 from memkit.optimizers.shells import needs_closure
 from memkit.optimizers.steppers import ParameterSteps, steppers
-from memkit.weights.accumulation import TOKEN, Accumulation, accumulating_node, are_modes_on, refuse_graph, sum_of
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
+from memkit.weights.gradients import TOKEN, Accumulation, accumulating_node, are_modes_on, refuse_graph, sum_of
 from memkit.weights.slots import Slot
 from memkit.weights.streaming import Streamer
 
@@ -106,8 +105,7 @@ class _Sum:
 
 
 class FusedSteps(NotCopied, Accumulation):
-    """Steps parameters inside of the backward, streamed or not. `make` is called once, with all trained parameters: the groups
-    hold for every step, so that schedulers and `state_dict` work on the optimizer. Its state is on the device."""
+    """Steps parameters inside of the backward, streamed or not, by the optimizer that `make` returns for all of them."""
 
     def __init__(self, device: Device, streamer: Streamer, make: MakeOptimizer, trained: Sequence[nn.Parameter]) -> None:
         super().__init__(device)
@@ -127,7 +125,6 @@ class FusedSteps(NotCopied, Accumulation):
         self._consumed: list[nn.Parameter] = []
         self._stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], SteppedGradient] = {}
         self._stepped: dict[int, nn.Parameter] = {}
-        """By id, the parameters stepped since the outermost backward began."""
         self._whole = set[int]()
         """The backwards that have stepped something since the user's own step, and have not failed."""
         self._due: dict[int, nn.Parameter] = {}
@@ -135,16 +132,14 @@ class FusedSteps(NotCopied, Accumulation):
         self._outermost = 0
         self._group_of: dict[int, int] = {}
         self._alone: dict[int, nn.Parameter] = {}
-        """By id, the parameters stepped by hooks of their own."""
         self._frozen: list[nn.Parameter] = []
         """Parameters of the groups that do not stream, and do not require grad yet."""
         self._groups: list[dict[str, Any]] | None = None
-        """The optimizer's groups, while it has one parameter alone."""
 
     def begin(self, chunks: Sequence[LayerChunk]) -> None:
         super().begin(chunks)
         self._watch_groups()
-        self._hooks.before_step(self.optimizer, self._before_users_step)
+        self._hooks.add(self.optimizer.register_step_pre_hook(self._before_users_step))
         self._hooks.add(self.optimizer.register_state_dict_pre_hook(self._before_state_dict))
 
     def watch(self, chunk: LayerChunk) -> None:
@@ -155,7 +150,7 @@ class FusedSteps(NotCopied, Accumulation):
                     known.hooks.remove()
                 made = self._sums[streamed] = _Sum(parameter)
                 before, after = partial(self._before, streamed), partial(self._after, streamed)
-                made.hooks.around_accumulation(parameter, before=before, after=after, steps=True)
+                made.hooks.around_accumulation(parameter, before=before, after=after)
                 made.is_watched = True
         self._watch_groups()
 
@@ -251,9 +246,9 @@ class FusedSteps(NotCopied, Accumulation):
             finally:
                 self._consume(parameter)
 
-        self._hooks.around_accumulation(parameter, before=before, after=after, steps=True)
+        self._hooks.around_accumulation(parameter, before=before, after=after)
 
-    def _before_users_step(self) -> None:
+    def _before_users_step(self, *_: Any) -> None:
         """Raise after two backwards, which would have been meant as one step; the user's own `step()` does nothing."""
         if self._groups is None:
             self._forget_consumed()
@@ -261,8 +256,6 @@ class FusedSteps(NotCopied, Accumulation):
             self._whole.clear()
             if num_backwards > 1:
                 raise LayerOffloadError(f"optimizer.step() was called after {num_backwards} backwards. {_ADVICE}")
-
-    # In a backward
 
     def _before_state_dict(self, *_: Any) -> None:
         """End backwards that two interrupts in a row left open, so that weights and states are of one step."""
@@ -330,7 +323,6 @@ class FusedSteps(NotCopied, Accumulation):
                 self._take(streamed, part)
 
     def _take(self, streamed: StreamedParameter, made: Tensor) -> None:
-        """Step a parameter in its slot, and write the layer back once that was its last."""
         chunk, parameter = self._layers[streamed], streamed.parameter
         with self.streamer.lock:
             slot, beside = self.streamer.use(chunk), self._beside
@@ -400,7 +392,6 @@ class FusedSteps(NotCopied, Accumulation):
         super()._end_backward(task, has_failed)
 
     def _finish(self, has_failed: bool) -> None:
-        """Write stepped weights to the host copies, each parameter whole or not at all, and drop gradients."""
         if has_failed:
             self._reset()
             return
@@ -417,7 +408,6 @@ class FusedSteps(NotCopied, Accumulation):
         self._due.clear()
 
     def _reset(self) -> None:
-        """Leave each parameter of a failed backward stepped whole or not at all."""
         self._regroup()
         if self._beside is not None:
             self._beside.end_backward()

@@ -1,28 +1,35 @@
-"""Gradients of streamed parameters in host memory, where an optimizer finds them beside the host copies.
+"""Hooks on the gradients of streamed parameters while a backward runs, and when a gradient is complete.
 
-While a backward runs, the engine adds to `Parameter.grad` on the device. So an earlier `grad` is set aside, each new one is
-taken away, and only behind the backward `grad` becomes their sum, on the host as the parameter itself then. Gradients of a
-layer are sent together.
+[Note: when a gradient is complete] A parameter that is bound to a slot and back gets a new `AccumulateGrad` node each time. A
+layer that is used twice in one graph then has two nodes, and each brings a part of the gradient. The engine would have added
+the parts before it adds their sum to `grad`, and floating-point sums depend on that order. So a part is held, on the device,
+until all others have come; if some do not, until the backward is over.
+
+[Note: gradients from the host] Code outside of a layer that computes with its parameters has their host copies, so the engine
+adds their gradients in its thread for the host, to the `grad` that its thread for the device adds to. Such a backward is
+refused: all hooks refuse further gradients; a backward within this one has the device's thread come to the end of its node (see
+[Note: backwards that have failed and are not over]); then the backward is ended as a failed one.
+
+While a backward runs, an earlier `grad` is set aside, each new one is taken away from the device, and only behind the backward
+`grad` becomes their sum, on the host.
 
 [Note: gradients by the layer] One layer at a time is *open* in a backward: from when the backward reaches it until it reaches
-the next one, or ends. When a layer is opened, the `grad` of each of its parameters is set aside; the engine accumulates on the
-device as usual; and when the layer is closed, all its gradients are taken at once. They are complete by then, since the engine
-runs the nodes of a later forward first, and nodes that accumulate a gradient as soon as they can run. There are exceptions:
-branches, a checkpoint inside of a layer that runs a backward of its own, an output that does not lead to the loss. Then a
-gradient comes while another layer is open, or none. A hook on each parameter sees this before the gradient is added, and opens
-the layer. The gradient is then added to the layer's earlier ones.
+the next one, or ends. When it is closed, all its gradients are taken at once: they are complete, since the engine runs the
+nodes of a later forward first. In exceptions (branches, a checkpoint with a backward of its own, an output that does not lead
+to the loss) a gradient comes while another layer is open, or none: a hook on each parameter sees this before it is added, and
+opens the layer.
 
-Whether a gradient is complete is a question only where several graphs over the layer are alive: it is complete once it has come
-from each of them. A call of the layer whose outputs have a graph counts for as long as that graph is alive; any other call (of
-a module inside of the layer, or with outputs that are not tensors) for as long as each of its nodes. A graph may outlive the
-nodes of all outputs, if the outputs are dropped, or are views and written to, while a tensor computed inside leads to the loss.
-So once a layer has been called again before a backward has reached its last call, the nodes of all its later calls count.
+Where several graphs over the layer are alive, a gradient is complete once it has come from each of them. A call of the layer
+whose outputs have a graph counts for as long as that graph is alive; any other call for as long as each of its nodes. A graph
+may outlive the nodes of all outputs, so once a layer has been called again before a backward has reached its last call, the
+nodes of all its later calls count.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -31,11 +38,14 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, repeat
 from operator import attrgetter, is_not
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from memkit.core import torch_private
+from memkit.core import backwards, torch_private
+from memkit.core.backwards import BackwardEnd
 from memkit.core.forks import OwnThreads, forked
 from memkit.core.hooks import HookSet
 from memkit.core.sizes import ALIGNMENT_BYTES, rounded
@@ -43,11 +53,146 @@ from memkit.core.tensors import byte_view
 from memkit.core.torch_state import num_users
 from memkit.device.base import CopyBatch, Device, Event, Stream
 from memkit.errors import LayerOffloadError
-from memkit.transfer.arena import Arena
-from memkit.transfer.host_memory import Span
+from memkit.transfer.host_memory import Arena, Span
 from memkit.transfer.lanes import lanes_of
-from memkit.weights.accumulation import TOKEN, Accumulation, accumulating_node, are_modes_on, refuse_graph, sum_of
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
+
+
+class Accumulation(ABC):
+    """Sees the gradients of streamed parameters as a backward computes them, and hands over each when it is complete."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.d2h_bytes = 0
+        self._tasks: dict[int, BackwardEnd] = {}
+        """The backwards under way, each inside of the one before; also those whose end was interrupted."""
+        self._is_on_host: Callable[[Tensor], bool] = attrgetter("is_cpu") if device.torch_device.type != "cpu" else _never
+        """Tells whether a gradient comes from the host, where a parameter lies while its layer does not run."""
+        self._refused_task, self._refusal = _NONE, ""
+
+    @abstractmethod
+    def watch(self, chunk: LayerChunk) -> None:
+        """Set hooks on those parameters of a layer that require grad now."""
+
+    @abstractmethod
+    def unwatch(self, chunk: LayerChunk) -> None:
+        """Remove the hooks of a layer. No backward may be running."""
+
+    @abstractmethod
+    def _take_left(self, task: int) -> None:
+        """Hand over the rest of an ended backward's gradients."""
+
+    @abstractmethod
+    def _forget_parts(self, task: int) -> None:
+        """Drop the parts of a backward that is over."""
+
+    @abstractmethod
+    def _finish(self, has_failed: bool) -> None:
+        """End: no backward is running any more. Called again, with `has_failed`, if an interrupt broke it off."""
+
+    @abstractmethod
+    def _reset(self) -> None:
+        """Drop the gradients of an earlier failed backward whose `_finish` was interrupted."""
+
+    def _ask_each(self, task: int) -> None:  # noqa: B027  # some are asked for each gradient anyway
+        """From now on call `_refuse_more` ahead of each gradient of a refused backward."""
+
+    def begin(self, chunks: Sequence[LayerChunk]) -> None:
+        for chunk in chunks:
+            self.watch(chunk)
+
+    @abstractmethod
+    def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
+        """Remove all hooks; return storages of host memory that the caller holds, each with a copy that outlives it."""
+
+    def watch_recomputes(self, model: nn.Module) -> None:  # noqa: B027  # not all want to know
+        """Call `note_recompute` for modules that do not stream, too. Calling it again does nothing."""
+
+    def note_recompute(self) -> None:  # noqa: B027
+        """A forward begins within a backward: a checkpoint may run another backward inside of this one."""
+
+    def note_call(self, chunk: LayerChunk) -> object:
+        """Return an object for the graph behind a layer's output to keep alive."""
+        return None
+
+    @abstractmethod
+    def note_forward(self, chunk: LayerChunk, *, is_followed: bool) -> None:
+        """Note the nodes of a layer's forward, while its parameters are in a slot; `is_followed`: its backward is seen."""
+
+    def begin_backward(self, chunk: LayerChunk) -> None:  # noqa: B027
+        """A backward reaches an output of a layer."""
+
+    def _enter_backward(self) -> None:
+        task = torch_private.backward_task()
+        if task not in self._tasks:
+            if task == self._refused_task:
+                self._refuse_more()
+            self._tasks[task] = backwards.on_end(partial(self._end_backward, task))
+
+    def _refuse_host(self, streamed: StreamedParameter) -> NoReturn:
+        task = torch_private.backward_task()
+        if task != self._refused_task:
+            self._refusal = (
+                f'"{streamed.name}" streams, and was computed with outside of its layer, where it lies in host memory: its '
+                "gradient comes from there. Do that in the layer's forward (a penalty on its weights), have an optimizer do it "
+                "(weight decay), or have this layer stay on the device: name the others by layers="
+            )
+            self._refused_task = task
+            self._ask_each(task)
+            backwards.pass_through(self._device.torch_device)
+            self._end_backward(task, True)
+        self._refuse_more()
+
+    def _refuse_more(self) -> NoReturn:
+        raise LayerOffloadError(self._refusal)
+
+    def _end_backward(self, task: int, has_failed: bool) -> None:
+        """Hand over the rest when a backward has ended well. If this raises, the backward fails, and this is called again."""
+        if task not in self._tasks:
+            return
+        if not has_failed:
+            self._take_left(task)
+        self._forget_parts(task)
+        if len(self._tasks) == 1:
+            self._finish(has_failed)
+        del self._tasks[task]
+
+    def reset_interrupted(self) -> None:
+        if backwards.join(self._tasks.values()) and self._tasks:
+            for task in self._tasks:
+                self._forget_parts(task)
+            self._reset()
+            self._tasks.clear()
+
+
+def accumulating_node(parameter: Tensor, *, has_modes: bool) -> Any:
+    if not has_modes:
+        return get_gradient_edge(parameter).node
+    with torch.enable_grad(), torch_private.without_dispatch_modes():
+        return get_gradient_edge(parameter).node
+
+
+def are_modes_on() -> bool:
+    return torch_private.num_dispatch_modes() > 0 or not torch.is_grad_enabled()
+
+
+def refuse_graph(streamed: StreamedParameter) -> NoReturn:
+    raise LayerOffloadError(
+        f'"{streamed.name}" streams, and its gradient was asked for with create_graph=True, which streamed weights do not '
+        "support. Use torch.autograd.grad, or leave this layer on the device"
+    )
+
+
+def sum_of(one: Tensor, other: Tensor) -> Tensor:
+    """Return the sum of two parts of a gradient, in the engine's order: torch adds no dense one to a sparse one."""
+    return other + one if one.layout is not torch.strided and other.layout is torch.strided else one + other
+
+
+_NONE = -2
+_never = ().__contains__
+"""Returns False without a frame of its own."""
+TOKEN = "memkit"
+
 
 _NO_CONTEXT = nullcontext()
 
@@ -58,35 +203,28 @@ class GradientBuffer:
     def __init__(self, span: Span, taken: Span) -> None:
         self.span, self.taken = span, taken
         self.storage = self._over_span()
-        self._view: Tensor | None = None
+        self.view: Any = None
         """The gradient here, of which `lend` gives an alias. Nobody is given this one."""
 
     def _over_span(self) -> torch.UntypedStorage:
-        assert self.span.whole is not None
         return torch.frombuffer(self.span.whole.numpy(), dtype=torch.uint8).untyped_storage()
 
     @property
     def is_idle(self) -> bool:
-        return num_users(self.storage) == 1 + (self._view is not None)
-
-    @property
-    def view(self) -> Tensor:
-        assert self._view is not None
-        return self._view
+        return num_users(self.storage) == 1 + (self.view is not None)
 
     def lend(self, streamed: StreamedParameter) -> Tensor | None:
         """Return the gradient of a parameter as it lies here; None if the caller holds one that lies here."""
-        assert self.span.whole is not None
         if self.storage.data_ptr() != self.span.whole.data_ptr():  # it was moved to other memory in place
-            self.storage, self._view = self._over_span(), None  # (`Tensor.share_memory_`): its holders have that
-        view = self._view
+            self.storage, self.view = self._over_span(), None  # (`Tensor.share_memory_`): its holders have that
+        view = self.view
         if torch_private.num_storage_users(torch_private.storage_address(self.storage)) != 1 + (view is not None):
             return None
         is_seen = torch_private.num_dispatch_modes() or torch.is_inference_mode_enabled()
         with without_modes() if is_seen else _NO_CONTEXT:
             if view is None or view.stride() != streamed.gradient_stride:
-                view = self._view = streamed.over_gradient(self.storage)
-            return view.data
+                view = self.view = streamed.over_gradient(self.storage)
+            return view.data  # type: ignore[no-any-return]
 
 
 class LayerBuffers:
@@ -139,8 +277,6 @@ class LayerBuffers:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """Gradients that copies read, or are about to: their storages are held until then."""
-
     stream: Stream
     storages: Sequence[torch.UntypedStorage]
     num_bytes: int
@@ -149,7 +285,6 @@ class Flight:
 
 
 Made = Mapping[StreamedParameter, Tensor]
-"""Gradients by their parameters."""
 
 
 class _Alive:
@@ -172,7 +307,6 @@ class _LayerGradients:
         self.stream_number = 0
         self.stream: Stream
         self.elsewhere: dict[StreamedParameter, Stream] = {}
-        """Parameters with a part made on another stream."""
         self.calls = _Alive()
         """The graph behind each call has a weak reference of its own to this, for as long as the graph is alive."""
         self.nodes: dict[StreamedParameter, weakref.WeakSet[_Alive]] = {}
@@ -183,9 +317,7 @@ class _LayerGradients:
         self.is_shared = False
         """Whether several graphs may bring gradients in the running backward."""
         self.num_come: Counter[tuple[int, StreamedParameter]] = Counter()
-        """How many nodes have brought gradients in each backward, where several may."""
         self.parts: dict[int, dict[StreamedParameter, Tensor]] = {}
-        """On the device: each backward's sum so far, if more may come."""
 
     def has_several_graphs(self) -> bool:
         if weakref.getweakrefcount(self.calls) > 1:
@@ -213,8 +345,7 @@ _MOST_TARGETS = 8
 
 
 class HostGradients(Accumulation):
-    """Takes the gradients of streamed parameters to the host. `rest` puts all parameters back to where they are at rest;
-    `others` returns the spans that others have taken of the arena."""
+    """Takes the gradients of streamed parameters to the host; `rest` puts parameters to rest, `others` are others' spans."""
 
     def __init__(
         self,
@@ -231,22 +362,16 @@ class HostGradients(Accumulation):
         self._watched: dict[LayerChunk, _LayerGradients] = {}
         self._layer: _LayerGradients | None = None
         self._lock = threading.RLock()
-        """The engine has a thread for each device."""
-        self._rest = rest
-        self._others = others
-        self._arena = arena
+        self._rest, self._others, self._arena = rest, others, arena
         self._lanes = lanes_of(device)
         self._buffers: dict[StreamedParameter, list[GradientBuffer]] = {}
-        """More than one where the caller keeps gradients of earlier steps."""
         self._before: dict[StreamedParameter, Tensor] = {}
-        """While a backward runs: `grad` from before it."""
         self._totals: dict[StreamedParameter, Tensor] = {}
         """That, plus all gradients that were sent to the host."""
         self._in_flight: deque[Flight] = deque()
         """Oldest first. The memory goes back to the stream when that has waited for the copies."""
         self._in_flight_bytes = 0
         self._targets: dict[tuple[StreamedParameter, ...], LayerBuffers] = {}
-        """Buffers for parameters whose gradients came together, the last ones used."""
         self._window_bytes = 2 * max((chunk.num_bytes for chunk in chunks), default=0)
         self._last: Event | None = None
         self._threads = OwnThreads(1, "memkit-grad", device.enter_thread)
@@ -264,7 +389,6 @@ class HostGradients(Accumulation):
 
     @property
     def _spans(self) -> dict[Span, None]:
-        """The spans with buffers that are in use, or whose gradients the caller holds."""
         return {buffer.taken: None for buffers in (*self._buffers.values(), self._kept) for buffer in buffers}
 
     def watch(self, chunk: LayerChunk) -> None:
@@ -333,7 +457,6 @@ class HostGradients(Accumulation):
             self._arena.give(span)
 
     def close(self) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
-        """Leave the host memory; gradients stay where they are, in memory of their own. The arena goes next."""
         for layer in self._watched.values():
             layer.hooks.remove()
         self._watched.clear()
@@ -355,8 +478,6 @@ class HostGradients(Accumulation):
                 self._kept += [buffer for buffer in buffers if not buffer.is_idle]
                 del self._buffers[streamed]
 
-    # In a backward
-
     def begin_backward(self, chunk: LayerChunk) -> None:
         layer = self._watched.get(chunk)
         if layer is not None:
@@ -369,7 +490,6 @@ class HostGradients(Accumulation):
                     self._open(layer, task)
 
     def _note_arrival(self, layer: _LayerGradients, streamed: StreamedParameter) -> None:
-        """Handle a gradient that comes while its layer is not open, or that is one of several parts."""
         with self._lock:
             task = torch_private.backward_task()
             if task == self._refused_task:
@@ -469,12 +589,10 @@ class HostGradients(Accumulation):
         self._put_back()
 
     def _give_lost(self) -> None:
-        """Give back spans that were taken and not noted. All copies have come."""
         self._threads.submit(int).result()  # an addition that was not noted has come to its end then
         self._arena.give_all(but_for=[*self._spans, *self._others()])
 
     def _lose(self) -> None:
-        """Drop this backward's gradients: a copy has failed, or may have."""
         self._arena.drain()
         self._device.synchronize()
         self._last = None
@@ -539,17 +657,18 @@ class HostGradients(Accumulation):
             return
         span = self._arena.take(_gradient_bytes(streamed))
         try:
-            landed = self._copy_out(streamed, made, span)
+            storage = self._packed(streamed, made)
+            if self._device.takes_notes:
+                self._note_made([made], [storage])
+            landed = self._fly([storage], storage.nbytes(), partial(self._copy_to, storage, span))
         except BaseException:
             self._arena.give(span)
             raise
         self._additions.append(self._threads.submit(self._add, streamed, total, span, landed))
 
     def _add(self, streamed: StreamedParameter, total: Tensor, span: Span, landed: Event) -> None:
-        """Runs on a thread of its own, one addition after the other."""
         try:
             self._device.synchronize(landed)
-            assert span.whole is not None
             brought = streamed.over_gradient(torch.frombuffer(span.whole.numpy(), dtype=torch.uint8).untyped_storage())
             with torch.no_grad():
                 total.add_(brought)
@@ -632,14 +751,7 @@ class HostGradients(Accumulation):
     def _copy_to(self, storage: torch.UntypedStorage, span: Span) -> Event:
         return self._lanes.copy_out(storage, span, after=self._device.record_event(timed=False)).done
 
-    def _copy_out(self, streamed: StreamedParameter, made: Tensor, span: Span) -> Event:
-        storage = self._packed(streamed, made)
-        if self._device.takes_notes:
-            self._note_made([made], [storage])
-        return self._fly([storage], storage.nbytes(), partial(self._copy_to, storage, span))
-
     def _make_room(self, num_bytes: int) -> None:
-        """Wait until gradients in flight, with so many bytes more, fit into the window."""
         while self._in_flight and self._in_flight_bytes + num_bytes > self._window_bytes:
             self._await_oldest()  # may raise, and then nothing writes to the span
 

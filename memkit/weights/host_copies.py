@@ -27,17 +27,15 @@ from memkit.core.tensors import (
 from memkit.device.base import Device, Event
 from memkit.errors import DiskError, warn_user
 from memkit.plan import disk_bytes
-from memkit.transfer.arena import Arena
 from memkit.transfer.disk import Disk, DiskCopy, DiskStore
-from memkit.transfer.host_memory import Span
+from memkit.transfer.host_memory import Arena, Span
 
 if TYPE_CHECKING:
-    from memkit.weights.accumulation import Accumulation
     from memkit.weights.chunks import LayerChunk, StreamedParameter
+    from memkit.weights.gradients import Accumulation
 
 
 def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
-    """Move tensors in place; those that share bytes still share them."""
     with torch.inference_mode(False), torch.no_grad(), torch_private.without_dispatch_modes():
         movable = [tensor for tensor in tensors if has_plain_parts(tensor)]
         for tensor in tensors:
@@ -113,7 +111,6 @@ def is_streamed(parameter: Tensor) -> bool:
 
 
 def refuse_streamed(model: nn.Module) -> None:
-    """Raise where another LayerOffload streams parameters of a model, or a StateOffload steps them."""
     stepped = {id(own) for optimizer in with_offloaded_states for group in optimizer.param_groups for own in group["params"]}
     for name, parameter in model.named_parameters():
         if id(parameter) in stepped:
@@ -134,12 +131,9 @@ NUM_BUFFERS = 4
 
 @dataclass(eq=False)
 class _ReadBuffer:
-    """Host memory for the bytes of one layer at a time, between the disk and a slot."""
-
     room: Span
     chunk: LayerChunk | None = None
     state: tuple[int, ...] | None = None
-    """The chunk's `state()` when it was read; None: the bytes are stale."""
     sent: Event | None = None
     has_unknown: bool = False
     """Whether a copy to a slot may be under way whose event is unknown: an interrupt came in between."""
@@ -149,11 +143,7 @@ class _ReadBuffer:
 
 
 class DiskCopies:
-    """The layers in a scratch file. They are frozen: memkit writes them once.
-
-    Between passes each parameter is a tensor over the file's mapped bytes: the system reads and writes them. For a pass they
-    are read past the mapping into a few buffers, as far ahead as these reach, and copied from there to slots.
-    """
+    """The frozen layers in a scratch file: mapped between passes, and for a pass read past the mapping into a few buffers."""
 
     def __init__(self, disk: Disk, device: Device) -> None:
         self._disk, self._device = disk, device
@@ -180,7 +170,6 @@ class DiskCopies:
         return self._opened
 
     def settle(self, chunk: LayerChunk) -> None:
-        """Have a layer's written host copy be on the disk, and take no memory."""
         if chunk.mapped is not None:
             self._store.settle_map(self._copies[chunk], chunk.mapped)
 
@@ -192,14 +181,11 @@ class DiskCopies:
     def read_bytes(self) -> int:
         return 0 if self._opened is None else self._opened.read_bytes
 
-    # A pass
-
     def invalidate(self) -> None:
         for buffer in self._buffers:
             buffer.state = None
 
     def read_ahead(self, chunks: Iterable[LayerChunk]) -> None:
-        """Begin to read the layers that are needed next, in this order."""
         wanted = [chunk for chunk, _ in zip(chunks, self._buffers, strict=False)]
         for chunk in wanted:
             if self._find(chunk) is None:
@@ -209,7 +195,6 @@ class DiskCopies:
                 self._read(chunk, free)
 
     def is_here(self, chunk: LayerChunk) -> bool:
-        """Tell whether a layer can be copied to a slot without a wait for the disk."""
         transfer = self._copies[chunk].transfer
         return self._find(chunk) is not None and (transfer is None or transfer.is_over)
 
@@ -251,13 +236,11 @@ class DiskCopies:
         buffer.state = state
 
     def drain(self) -> None:
-        """Make the host wait until each copy from memory that is not pinned is on its lane, or has failed."""
         for buffer in self._buffers:
             if buffer.room.staging is not None:
                 buffer.room.staging.drain()
 
     def close(self) -> None:
-        """Give the room on the disk back, but for mapped bytes. The host has waited for all copies."""
         if self._opened is not None:
             self._opened.close()
 
@@ -300,7 +283,6 @@ class HostCopies:
             warn_user(f"LayerOffload: {self.arena.refusal}")
 
     def give(self, leaving: Iterable[LayerChunk]) -> None:
-        """Give back the memory of layers that stay on the device from now on, but for host copies that the caller holds."""
         for chunk in leaving:
             release(chunk)
             if chunk.span is not None and not chunk.held:
@@ -309,7 +291,6 @@ class HostCopies:
         self.arena.trim_gaps()
 
     def restore(self, gradients: Accumulation | None) -> None:
-        """Make all parameters and gradients tensors of their own again. Calling it again finishes an interrupted call."""
         if self._held is not None:
             return
         held = [] if gradients is None else gradients.close()

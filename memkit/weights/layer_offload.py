@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from tabulate import tabulate
+from torch import Tensor, nn
 
 from memkit.core import torch_private
 from memkit.core.features import EnteredOnce, NotCopied, note_attached, note_detached
@@ -17,30 +21,155 @@ from memkit.core.forks import forked
 from memkit.core.hooks import HookSet, RemovableHandle
 from memkit.core.sizes import check_budget_bytes, format_bytes
 from memkit.device import Device, cuda_is_available, open_device
-from memkit.errors import warn_user
+from memkit.errors import LayerOffloadError, warn_user
 from memkit.plan import plan_again
 from memkit.transfer.disk import Disk
-from memkit.weights import shares
+from memkit.weights import selection
 from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt, refuse_tied, without_modes
 from memkit.weights.forwards import Forwards
 from memkit.weights.from_files import FilePath, FileWeights
 from memkit.weights.fused import FusedSteps, MakeOptimizer, bring_state, state_bytes_of
 from memkit.weights.gradients import HostGradients
 from memkit.weights.host_copies import DevicePlacement, HostCopies, claim, is_streamed, refuse_streamed
-from memkit.weights.scaler import refuse_unscaled
-from memkit.weights.selection import LayerChoice, find_layers, refuse_replicas, refuse_scripted, refuse_unmovable
-from memkit.weights.shares import (
+from memkit.weights.selection import (
+    LayerChoice,
     StepTimes,
     StepTiming,
     check_disk,
     choose_mode,
     chunks_of,
     costs_of,
+    find_layers,
     plan_layers,
+    refuse_replicas,
+    refuse_scripted,
+    refuse_unmovable,
     why_layers_free_nothing,
 )
-from memkit.weights.stats import LayerStats
 from memkit.weights.streaming import Streamer
+
+_FUSED = torch_private.SCALES_IN_STEP_MARK
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` that waits for the scale's copy before it scales gradients in host memory.
+
+    With `LayerOffload(train="host")` gradients of streamed weights are in host memory, those of the rest on the device. torch's
+    own scaler, and its fused optimizers, copy the scale to the host without waiting for it, so that these gradients are
+    multiplied by the former bytes of that memory. This one copies it first: the host waits for the device once in each step.
+    Arguments and methods are those of `torch.amp.GradScaler`.
+
+    Example:
+        >>> import memkit
+        >>> scaler = memkit.GradScaler("cpu", init_scale=1024.0)
+    """
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step the optimizer unless a gradient is infinite or NaN, as `torch.amp.GradScaler.step` does."""
+        if not getattr(optimizer, _FUSED, False):
+            return super().step(optimizer, *args, **kwargs)
+        setattr(optimizer, _FUSED, False)  # else the optimizer would bring the scale to the host itself
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            setattr(optimizer, _FUSED, True)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        # From pageable host memory to a device, torch has read a tensor when the call returns; the other way it may not wait.
+        return torch_private.unscale_grads(self, optimizer, inv_scale.cpu(), found_inf.cpu(), allow_fp16)
+
+
+def refuse_unscaled(is_streamed: Callable[[Tensor], bool], optimizer: torch.optim.Optimizer) -> None:
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not _STEP:
+        frame = frame.f_back
+    scaler = frame.f_locals.get("self") if frame.f_code is _STEP else None
+    if scaler is None or isinstance(scaler, GradScaler):
+        return
+    scale = torch_private.scale_of(scaler)
+    if scale is None or scale.is_cpu:
+        return
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if any(is_streamed(parameter) and parameter.grad is not None for parameter in parameters):
+        raise LayerOffloadError(
+            "torch.amp.GradScaler scales gradients in host memory without waiting for the scale to come there: they may have "
+            'been multiplied by what was in memory before. With train="host" use memkit.GradScaler, which has the same '
+            "arguments and methods"
+        )
+
+
+_STEP = torch.amp.GradScaler.step.__code__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerStats:
+    """The bytes that a `LayerOffload` has moved since it was made, and its present memory."""
+
+    num_streamed: int
+    """Layers that stream."""
+    num_resident: int
+    """Layers that stay on the device."""
+    streamed_bytes: int
+    """Bytes of the layers that stream, as they are packed: one fetch of each moves them."""
+    slot_bytes: int
+    """Bytes of the device that slots take, those that were taken for a while included."""
+    host_bytes: int
+    """Host memory that is held, pinned where the system does that."""
+    h2d_bytes: int
+    """Bytes that were copied to the device."""
+    d2h_bytes: int
+    """Bytes that were copied to the host: gradients with train="host", weights with train="fused"."""
+    num_fetches: int
+    """Copies of a layer to the device."""
+    num_demand_fetches: int
+    """Those among them that began no sooner than the layer was needed."""
+    predicted_s: float | None
+    """The planned seconds of a forward and a backward of the layers, once a step was timed: the second, or with
+    `offload_ratio="auto"` one in which all streamed."""
+    actual_s: float | None
+    """The seconds that they took in the timed step, from the first layer to the last one; with "auto" the second since the
+    share was chosen."""
+    predicted_peak_bytes: int | None
+    """With "auto", the predicted most bytes allocated on the device with the chosen share; without gradients and optimizer
+    state that have come to stay on the device."""
+    actual_peak_bytes: int | None
+    """The most bytes that were allocated by the end of the timed step, since the device's peak was reset last."""
+    num_overflows: int
+    """How often all slots were in use, so that one more was taken for a while."""
+    stall_s: dict[str, float]
+    """For each layer that streams, seconds that the device has waited for it, as far as they are known yet."""
+    disk_bytes: int = 0
+    """Bytes of the layers that lie on a disk."""
+    disk_read_bytes: int = 0
+    """Bytes that were read from there."""
+
+    def __str__(self) -> str:
+        rows = [
+            ("layers that stream", f"{self.num_streamed} ({format_bytes(self.streamed_bytes)})"),
+            ("layers that stay", str(self.num_resident)),
+            ("slots", format_bytes(self.slot_bytes)),
+            ("host memory", format_bytes(self.host_bytes)),
+            ("moved to the device", format_bytes(self.h2d_bytes)),
+            ("moved to the host", format_bytes(self.d2h_bytes)),
+            ("fetches", f"{self.num_fetches}, {self.num_demand_fetches} of them on demand"),
+            ("overflows", str(self.num_overflows)),
+            ("a step", f"{_ms(self.actual_s)}, predicted {_ms(self.predicted_s)}"),
+            ("peak", f"{_bytes(self.actual_peak_bytes)}, predicted {_bytes(self.predicted_peak_bytes)}"),
+            ("stalls", f"{1e3 * sum(self.stall_s.values()):.2f} ms"),
+        ]
+        if self.disk_bytes:
+            rows += [("on the disk", format_bytes(self.disk_bytes)), ("read from there", format_bytes(self.disk_read_bytes))]
+        return tabulate(rows, tablefmt="plain", disable_numparse=True)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.2f} ms"
+
+
+def _bytes(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else format_bytes(num_bytes)
 
 
 class LayerOffload(NotCopied, EnteredOnce):
@@ -253,7 +382,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         """Choose, by the timed step, which layers stay on the device from now on."""
         before, costs, counter = self.plan, costs_of(self._candidates, times), self.device.memory_counter()
         capacity_bytes, num_slots = None if counter is None else counter.capacity_bytes(), self._num_slots
-        chosen = shares.plan_measured(
+        chosen = selection.plan_measured(
             costs, times, before, train=self.train, num_slots=num_slots, capacity_bytes=capacity_bytes
         )
         staying = [chunk for chunk in self._chunks if chunk.name not in chosen.streamed]
@@ -324,8 +453,6 @@ class LayerOffload(NotCopied, EnteredOnce):
         if os.getpid() != self._process:
             raise forked("LayerOffload")
         return self._streamer
-
-    # At rest
 
     def until_closed(self, handle: RemovableHandle) -> None:
         """Have `close()` also remove a handle, such as a hook on the model: at once if this is closed already."""

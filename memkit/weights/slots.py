@@ -1,12 +1,11 @@
-"""Device memory that layers use in turn: which layer is in which slot, and when the slot may be written to again. For the order
-of notes and copies see [Note: interrupts of streaming] in `memkit.weights.streaming`."""
+"""Device memory that layers use in turn. For the order of notes and copies see [Note: interrupts of streaming]."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import count
+from itertools import accumulate, count
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ from memkit.weights.chunks import LayerChunk, without_modes
 
 
 class Slot:
-    """A storage of its own, with the bytes of one layer at a time. It is in use while the layer runs, and while a graph or the
-    caller holds its storage."""
+    """A storage with the bytes of one layer at a time, in use while the layer runs, or somebody holds the storage."""
 
     def __init__(self, device: Device, storage: torch.UntypedStorage, *, is_overflow: bool = False) -> None:
         self.storage = storage
@@ -35,18 +33,15 @@ class Slot:
         """Views of the storage, made once and never handed out, so that the storage's use count tells who else holds it."""
         self._views: dict[LayerChunk, tuple[tuple[Geometry, ...], tuple[Tensor, ...]]] = {}
         self._parts: dict[LayerChunk, tuple[Span, tuple[Tensor, ...]]] = {}
-        """For each layer that was here, its span, and the parts of the slot that the span is copied to."""
         self.filled = next(_num_filled)
         self.is_overflow = is_overflow
         """Whether it was made because all others were in use: it is released as soon as it is idle."""
         self.chunk: LayerChunk | None = None
-        """The layer of its bytes, which are here once `ready` is reached."""
         self.state: object = None
         self.ready: Event | None = None
         self.is_ready = False
         self.stepped: Event | None = None
-        """Reached when the last step of a parameter here beside the backward is done; None if there was none since it was
-        filled. Streams wait for it, except for the rest of the layer's own backward."""
+        """Reached when the last step of a parameter here beside the backward is done; others than that backward wait for it."""
         self.left: Event | None = None
         self._has_unknown = False
         """Whether a copy from or to it may be under way whose event an interrupt kept from being recorded."""
@@ -57,17 +52,14 @@ class Slot:
 
     @property
     def is_idle(self) -> bool:
-        return not self.is_dirty and (self.chunk is None or not self.chunk.uses) and not self.is_held
+        is_held = torch_private.num_storage_users(self.key) > 1 + len(self.tensors)
+        return not self.is_dirty and (self.chunk is None or not self.chunk.uses) and not is_held
 
     @property
     def is_dirty(self) -> bool:
         """Whether it has, or is about to have, newer weights than the host copy, not copied back yet."""
         chunk = self.chunk
         return chunk is not None and chunk.slot is self and chunk.residency is Residency.DIRTY
-
-    @property
-    def is_held(self) -> bool:
-        return torch_private.num_storage_users(self.key) > 1 + len(self.tensors)
 
     def holds(self, chunk: LayerChunk) -> bool:
         state = chunk.num_changes, *chunk.binding.versions()
@@ -96,13 +88,6 @@ class Slot:
             else:
                 deque(chunk.binding.set_data(known[1]), maxlen=0)
 
-    def _cut_as(self, span: Span) -> tuple[Tensor, ...]:
-        parts, start = list[Tensor](), 0
-        for piece in span.pieces:
-            parts.append(self.view(Geometry(piece.size(), (1,), start, torch.uint8, False, False)))
-            start += len(piece)
-        return tuple(parts)
-
     def fill(self, chunk: LayerChunk, span: Span, lanes: Lanes, log: list[Transfer] | None = None) -> Event:
         """Copy a layer's bytes here, behind all uses of the slot, log that, and evict the former layer. Return an event."""
         there = self.chunk
@@ -118,7 +103,9 @@ class Slot:
             after.append(chunk.written)
         known = self._parts.get(chunk)
         if known is None or known[0] is not span:
-            known = self._parts[chunk] = span, self._cut_as(span)
+            cut = zip(accumulate(map(len, span.pieces), initial=0), span.pieces, strict=False)
+            parts = (self.view(Geometry(piece.size(), (1,), start, torch.uint8, False, False)) for start, piece in cut)
+            known = self._parts[chunk] = span, tuple(parts)
         assert chunk.residency in _FETCHED, chunk.residency
         chunk.residency = Residency.IN_FLIGHT
         self.chunk, self._has_unknown, self.is_ready = None, True, False
@@ -155,7 +142,6 @@ class Slot:
         self.chunk.become(Residency.DIRTY)
 
     def note_written(self, chunk: LayerChunk, stepped: Event | None = None) -> None:
-        """Note that the work before the event `stepped`, or the current stream's so far, has written to the weights here."""
         self.state = chunk.state()
         if stepped is None:
             self._device.note_written(self.storage, -next(_num_writes))
@@ -167,7 +153,6 @@ class Slot:
             self._device.wait_event(stream, self.stepped)
 
     def write_back(self, copy: Callable[[torch.UntypedStorage, Event], Event]) -> Event:
-        """Copy its bytes to the host copy by `copy`, behind the current stream's work. Return an event behind the copy."""
         assert self.chunk is not None
         if self.stepped is not None:  # not sooner: the backward has read other weights here meanwhile
             self._device.note_written(self.storage, -next(_num_writes))
@@ -179,7 +164,6 @@ class Slot:
         return self.left
 
     def await_users(self, stream: Stream) -> None:
-        """Let a stream wait for all uses of the slot, so that its memory can go back to the stream."""
         if self._has_unknown:
             self._device.synchronize()
         if self.ready is not None:
@@ -229,9 +213,7 @@ class SlotRing:
         return self.slots.get(storage_key(storage))
 
     def find_idle(self, chunk: LayerChunk, ahead: Mapping[int, int], place: int, current: LayerChunk | None) -> Slot | None:
-        """Return an idle slot for a layer, None if there is none: one whose layer is not expected, else the one whose layer is
-        used last (from `place` on in `ahead`, see `LayerOrder.ahead`); among equals the one filled longest ago, whose work is
-        done soonest."""
+        """Return an idle slot for a layer, None without one: of a layer not expected, else of the one that is used last."""
         size = self._sizes.get(chunk.num_bytes)
         if size is None:
             size = self._sizes[chunk.num_bytes] = slot_size_of(chunk.num_bytes, self._slot_bytes)
@@ -272,12 +254,10 @@ class SlotRing:
                 self._release(slot)
 
     def invalidate(self) -> None:
-        """Forget the slots' contents: the caller may have written to the host copies unseen."""
         for slot in self.slots.values():
             slot.state = None
 
     def await_copies(self) -> None:
-        """Make the host wait for staging threads, which hold slots while they copy."""
         for event in (event for slot in self.slots.values() for event in (slot.ready, slot.left) if event is not None):
             with suppress(Exception):  # the use of the bytes raises it
                 event.recorded()

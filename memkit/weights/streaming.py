@@ -2,9 +2,8 @@
 
 [Note: interrupts of streaming] Ctrl-C may come ahead of any line. If the training loop goes on, its results are exact.
 
-- *Open before begun, forgotten last*: a call of a layer (`memkit.core.calls`), a backward (`memkit.core.backwards`), the users
-  of a slot (`LayerChunk.uses`). The next forward, `state_dict`, `gather` or `close` ends all that an interrupt has left open.
-  Gradients of a backward that has not ended are never added to later ones.
+- *Open before begun, forgotten last*: a call of a layer, a backward, the users of a slot (`LayerChunk.uses`). The next forward,
+  `state_dict`, `gather` or `close` ends all that an interrupt has left open.
 - *Held before issued.* The memory that a copy reads or writes is held, and marked as in flight, before the copy is put on a
   lane. If no event was noted behind it, the host waits for the whole device before the memory goes.
 - *A slot that is written to is the truth from before the write on*, until the write to the host copy is noted. So a stepped
@@ -16,35 +15,191 @@ from __future__ import annotations
 
 import threading
 import weakref
+from bisect import bisect
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from memkit.core import backwards, torch_private
+from memkit.core.hooks import HookPair, SavedTensorHooks
+from memkit.core.kept import FlattenedHandle, ForwardedHandle, KeptHandle, modified_error, nothing
 from memkit.core.owners import StreamedWeights
-from memkit.core.torch_state import NO_LABEL, label, sharing_counters, unseen
+from memkit.core.tensors import PLAIN_TYPES, Geometry, parts_of
+from memkit.core.torch_state import NO_LABEL, has_own_dispatch, label, sharing_counters, unseen
 from memkit.device.base import Device, Event, Stream
 from memkit.errors import LayerOffloadError
 from memkit.plan.chunks import Residency
 from memkit.transfer.lanes import Transfer, lanes_of
 from memkit.weights.chunks import LayerChunk
 from memkit.weights.host_copies import DiskCopies
-from memkit.weights.saving import Lying, StreamedHandle
 from memkit.weights.slots import Slot, SlotRing
-from memkit.weights.stats import Stalls
+
+
+class StreamedHandle(KeptHandle):
+    """A saved parameter in a slot, or a view of one. It does not keep the slot: unpacking fetches the layer again."""
+
+    def __init__(self, streamer: Streamer, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        slot = streamer.ring.at(tensor.untyped_storage())
+        assert slot is not None
+        assert slot.chunk is not None
+        self._streamer = streamer
+        if streamer.handles is not None:
+            streamer.handles.add(self)
+        self._chunk = slot.chunk
+        self._num_changes = slot.chunk.num_changes
+        self._geometry = Geometry.of(tensor)
+        self.alias.data = nothing(tensor.dtype, tensor.device)
+
+    @property
+    def size(self) -> torch.Size:
+        return self._geometry.size
+
+    @property
+    def version_now(self) -> int:
+        return super().version_now + self._chunk.num_changes - self._num_changes
+
+    def unpack(self) -> Tensor:
+        self.check_version()
+        return self._geometry.over(self._streamer.use(self._chunk).storage)
+
+
+_STRIDED = torch.strided
+_DIRTY = Residency.DIRTY
+_MOST_VIEWS = 1024
+"""At most this many views of a slot are kept for the next use."""
+
+
+class SavedWeight(tuple[Any, ...]):
+    """A weight in a slot, as autograd saves it: (layer, parameter, its version plus `num_changes`, geometry)."""
+
+    __slots__ = ()
+
+
+class Lying(NamedTuple):
+    chunk: LayerChunk
+    slot: Slot
+    stream_number: int
+    state: object
+    """The slot's `state` when this was made: while that is the identical object, the slot was not filled again."""
+
+
+class _HandedOn(tuple[Any, ...]):
+    """(unpack hook, result of the pack hook) for a tensor that was given to outer hooks."""
+
+    __slots__ = ()
+
+
+class _Saves:
+    """Pack and unpack hooks of streamed layers' forwards; `outer` hooks get weights as well if `hands_on_weights`."""
+
+    def __init__(self, streamer: Streamer, outer: HookPair | None, *, hands_on_weights: bool) -> None:
+        self._streamer = streamer
+        self._ring = streamer.ring
+        self._outer = outer
+        self._hands_on_weights = outer is not None and hands_on_weights
+        self._stream_number, self._takes_notes = streamer.device.stream_number, streamer.device.takes_notes
+
+    def pack(self, tensor: Tensor) -> Any:
+        if type(tensor) not in PLAIN_TYPES or tensor.layout is not _STRIDED:
+            return self._pack_any(tensor)
+        address, slot = tensor.data_ptr(), None  # 0 where there are no bytes
+        if not address or bisect(self._ring.bounds, address) % 2:
+            slot = self._ring.slots.get(torch_private.storage_address(tensor.untyped_storage()))
+        if slot is None:
+            if self._outer is None:
+                return tensor.detach(), torch_private.version_of(tensor)
+            pack, unpack = self._outer
+            return _HandedOn((unpack, pack(tensor)))
+        chunk, parameter = slot.chunk, torch_private.base_of(tensor)
+        if parameter is None:
+            parameter = tensor
+        is_any = self._hands_on_weights or self._streamer.handles is not None
+        if is_any or chunk is None or id(parameter) not in chunk.binding.known:
+            return self._pack_any(tensor)
+        version = torch_private.version_of(parameter) + chunk.num_changes
+        place = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        return SavedWeight((chunk, parameter, version, place))
+
+    def unpack(self, packed: Any) -> Any:
+        kind = type(packed)
+        if kind is tuple:
+            alias, version = packed
+            if torch_private.version_of(alias) != version:
+                raise modified_error(alias, version)
+            return alias
+        if kind is _HandedOn:
+            return packed[0](packed[1])
+        if kind is not SavedWeight:
+            return packed.unpack()
+        chunk, parameter, version, place = packed
+        version_now, streamer = torch_private.version_of(parameter) + chunk.num_changes, self._streamer
+        if version_now != version:
+            alias = nothing(place[3], streamer.device.torch_device)
+            raise modified_error(alias, version, lambda: place[0], version_now)
+        with streamer.lock:
+            lying = streamer.lying
+            if lying is not None and lying.chunk is chunk and not torch_private.num_dispatch_modes():
+                slot = lying.slot
+                if lying.stream_number == self._stream_number() and (
+                    chunk.residency is _DIRTY or slot.state is lying.state or slot.state == chunk.state()
+                ):
+                    view = slot.tensors.get(place)
+                    if view is not None or len(slot.tensors) < _MOST_VIEWS:
+                        if self._takes_notes and (slot.stepped is None or chunk.residency is _DIRTY):
+                            streamer.device.note_read(slot.storage)  # else no step writes to these bytes
+                        return (slot.view(Geometry(*place)) if view is None else view).data
+            return Geometry(*place).over(streamer.use(chunk).storage)
+
+    def _pack_any(self, tensor: Tensor) -> KeptHandle:
+        is_plain = type(tensor) in PLAIN_TYPES or not has_own_dispatch(tensor)
+        parts = [tensor] if is_plain else parts_of(tensor) if torch_private.is_wrapper(tensor) else []
+        if any(part.layout is _STRIDED and self._ring.at(part.untyped_storage()) is not None for part in parts):
+            if not self._hands_on_weights:
+                if not is_plain:
+                    return FlattenedHandle(tensor, self._pack_any)
+                with torch_private.without_python_dispatch():  # it is no part of the forward
+                    return StreamedHandle(self._streamer, tensor)
+            tensor = tensor.detach()  # the parameter itself leaves the slot before this is used
+        if self._outer is not None:
+            return ForwardedHandle(tensor, *self._outer, is_checked=False)
+        return KeptHandle(tensor)
+
+
+class WeightHooks(SavedTensorHooks):
+    def __init__(self, streamer: Streamer, outer: HookPair | None = None, *, hands_on_weights: bool = False) -> None:
+        saves = _Saves(streamer, outer, hands_on_weights=hands_on_weights)
+        super().__init__(saves.pack, saves.unpack, owner=saves, hands_on=True)
+
 
 _MOST_NOTED, _MOST_PENDING = 4096, 256
 _MOST_KNOWN_AHEAD = 512
 
 
-class UsePhase(Enum):
-    """The kind of a layer's use. Each has an order of its own."""
+class Stalls:
+    """Seconds that the device has waited for each layer, read from events, as far as they are reached."""
 
+    def __init__(self, seconds: Iterable[float]) -> None:
+        self._seconds = list(seconds)
+        self.pending: list[tuple[int, Event, Event]] = []
+
+    def seconds(self) -> tuple[float, ...]:
+        waiting = []
+        for layer, start, end in self.pending:
+            if end.is_reached():
+                self._seconds[layer] += start.elapsed_s(end)
+            else:
+                waiting.append((layer, start, end))
+        self.pending = waiting
+        return tuple(self._seconds)
+
+
+class UsePhase(Enum):
     FORWARD = "forward"
     """In a forward that a backward may follow."""
     SAMPLING = "sampling"
@@ -76,7 +231,6 @@ class LayerOrder:
         self._known = order
 
     def note(self, layer: int) -> Mapping[int, int]:
-        """Note the use of a layer other than the last one; return what `ahead` returns for it."""
         if len(self.noted) < _MOST_NOTED:
             self.noted.append(layer)
         known, following = self._known, self._place + 1
@@ -88,7 +242,6 @@ class LayerOrder:
         return self._ahead.get((self._place, layer)) or self.ahead(layer)
 
     def ahead(self, current: int) -> Mapping[int, int]:
-        """Return the layers expected next but the current one (-1: none), each with its number of predecessors."""
         key = self._place, current
         found = self._ahead.get(key)
         if found is None:
@@ -108,14 +261,11 @@ class LayerOrder:
 class Streamer:
     """Brings layers into slots, and owns the slots' storages. See [Note: interrupts of streaming].
 
-    Any use of a layer finds its bytes: they are in a slot, or are fetched then. The layers expected next are fetched ahead, as
-    far as slots are free that no layer needs sooner. A slot's bytes are good for the pass and its backward: before each new
-    pass the slots forget, since not every write to a host copy can be seen.
-
-    Args:
-        chunks: the layers that stream, in their expected order.
-        disk: where their host copies are; None if that is host memory.
+    The layers expected next are fetched ahead, as far as slots are free that no layer needs sooner. A slot's bytes are good for
+    the pass and its backward: before each new pass the slots forget, since not every write to a host copy can be seen.
     """
+
+    is_active = True
 
     def __init__(
         self, device: Device, chunks: Sequence[LayerChunk], slot_bytes: Sequence[int], disk: DiskCopies | None = None
@@ -127,7 +277,6 @@ class Streamer:
         self.stalls = Stalls(0.0 for _ in self.chunks)
         self.transfers: list[Transfer] | None = None
         self.handles: weakref.WeakSet[StreamedHandle] | None = None
-        """Saved tensors in slots, while somebody asks whether a graph is alive."""
         self.h2d_bytes = 0
         self.num_fetches = 0
         self.num_demand_fetches = 0
@@ -143,7 +292,6 @@ class Streamer:
         self._ahead: Mapping[int, int] = {}
         self._in_backward: LayerChunk | None = None
         self.lying: Lying | None = None
-        """The layer whose backward is going on."""
         self._backward, self.backwards = -1, set[backwards.BackwardEnd]()
         """The last backward whose end is seen, and the ends that are yet to come."""
         self.is_closed = False
@@ -166,8 +314,6 @@ class Streamer:
             "stall_s": dict(zip((chunk.name for chunk in self.chunks), self.stalls.seconds(), strict=True)),
         }
 
-    # Passes
-
     def is_continued_by(self, first: LayerChunk | None) -> bool:
         return first is not None and self._current is not None and self._orders[self._phase].is_next(first.position)
 
@@ -189,7 +335,6 @@ class Streamer:
     # Using layers
 
     def use(self, chunk: LayerChunk) -> Slot:
-        """Return the slot with the bytes of a layer, for work put on the current stream from now on."""
         with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
             if self.is_closed:
                 raise LayerOffloadError(
@@ -223,8 +368,7 @@ class Streamer:
             return slot
 
     def begin_backward(self, chunk: LayerChunk) -> None:
-        """Begin the backward of a layer: its parameters lie in the slot until another layer's begins. Saved tensors do not need
-        that, but a `torch.autograd.Function` with the parameters in its `ctx` does, and a checkpoint inside of the layer."""
+        """Begin the backward of a layer: its parameters lie in the slot, for functions and checkpoints that need them."""
         with torch_private.without_python_dispatch(), self.lock:
             if self.is_closed or self._in_backward is chunk or not chunk.is_on_host:
                 return
@@ -250,7 +394,6 @@ class Streamer:
                 self._in_backward = None
 
     def leave(self, chunk: LayerChunk, *, use: object) -> None:
-        """End a layer's forward or backward, whose work is on the current stream."""
         with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:
             if torch_private.backward_task() == -1:
                 chunk.use_order = self._lanes.next_use()
@@ -298,12 +441,7 @@ class Streamer:
         self._fetch(chunk, slot)
         return slot
 
-    @property
-    def is_active(self) -> bool:
-        return True
-
     def bring_until(self, use_order: int) -> bool:
-        """Fetch the layers needed sooner than the one used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
         is_free = False
         try:
             is_free = self.lock.acquire(blocking=False)
@@ -360,7 +498,6 @@ class Streamer:
             return chunk.written
 
     def flush(self) -> None:
-        """Write all dirty slots to their host copies; the host waits for all copies, noted or not."""
         with torch_private.without_python_dispatch(), self.lock:
             for slot in self.ring:
                 if slot.is_dirty and slot.chunk is not None:
@@ -382,15 +519,11 @@ class Streamer:
             if self._disk is not None:
                 self._disk.invalidate()
 
-    # Lending
-
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """See `memkit.core.owners.Owner`."""
         with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
             return StreamedHandle(self, tensor).unpack
 
     def streamed(self) -> StreamedWeights:
-        """See `memkit.core.owners.Owner`."""
         items = [item for chunk in self.chunks for item in chunk.parameters]
         with self.lock:
             return StreamedWeights(

@@ -19,7 +19,7 @@ from memkit.activations.offloading.scheduled import ScheduledForward, ScheduledS
 from memkit.activations.saved.state import offload_states
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import HostMemoryError
-from memkit.transfer.arena import Arena
+from memkit.transfer.host_memory import Arena
 from tests.activations.cases import assert_same_bits
 from tests.activations.chains import UNIT_BYTES, UNIT_NUMEL, chain, leaf_on, step
 from tests.activations.scheduled_steps import TAG, Offloads, batch_bytes, gradient_of, offloads

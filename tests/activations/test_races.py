@@ -13,7 +13,7 @@ from torch import Tensor
 import memkit
 from memkit.activations.saved.state import offload_states
 from memkit.device import Device, Event, ReferenceDevice, Stream
-from memkit.device.clocks import ReferenceEvent, ReferenceStream
+from memkit.device.reference import ReferenceEvent, ReferenceStream
 from memkit.errors import RaceError
 from tests.activations.cases import assert_same_bits
 from tests.activations.conftest import Offload

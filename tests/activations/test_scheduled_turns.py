@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 import memkit
-from memkit.activations.offloading.schedule import PlacedCopies, Schedule
-from memkit.activations.offloading.scheduled import ScheduledForward
+from memkit.activations.offloading.scheduled import PlacedCopies, Schedule, ScheduledForward
 from memkit.activations.saved.state import offload_states
 from memkit.device import CudaDevice, Device, ReferenceDevice
 from memkit.device.base import CopyBatch, Event, Piece
-from memkit.device.clocks import ReferenceEvent
+from memkit.device.reference import ReferenceEvent
 from memkit.errors import RaceError
 from memkit.plan import copies
 from memkit.transfer import lanes
@@ -103,9 +102,9 @@ def test_copies_take_turns_once_they_were_over_ahead_of_need(offloads: Offloads)
 def test_copies_back_go_one_after_the_other_where_backwards_wait_for_them(
     offloads: Offloads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks, look = [], PlacedCopies.has_come_early
+    looks: list[Any] = []
     monkeypatch.setattr(CopyBatch, "stall_s", lambda batch: 1e3)
-    monkeypatch.setattr(PlacedCopies, "has_come_early", lambda made: looks.append(made) or look(made))
+    monkeypatch.setattr("memkit.activations.offloading.scheduled.busy_s_of", lambda came: looks.append(came) or 0.0)
 
     schedule, made = _take_steps_back(offloads, 12)
 

@@ -56,10 +56,8 @@ def test_peak_of_a_deep_chain(ratio: float, window_units: int | None, device: De
         step(x, [1] * DEPTH, lambda: offloading(ratio, "peak", window_bytes=window_bytes))
         stats = memkit.stats("peak")
 
-        assert stats.peak_live_bytes <= (limit_units + 1) * UNIT_BYTES
-        assert stats.peak_live_bytes >= _kept_units(ratio) * UNIT_BYTES
-    if isinstance(device, ReferenceDevice):
-        assert stats.peak_allocated_bytes == stats.peak_live_bytes
+        if isinstance(device, ReferenceDevice):  # whose allocator counts saved tensors alone
+            assert _kept_units(ratio) * UNIT_BYTES <= stats.peak_allocated_bytes <= (limit_units + 1) * UNIT_BYTES
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -76,9 +74,8 @@ def test_peak_of_uneven_storages(ratio: float, seed: int, device: Device, offloa
         step(x, units, lambda: offloading(ratio, "uneven", window_bytes=window_units * UNIT_BYTES))
         stats = memkit.stats("uneven")
 
-        assert stats.peak_live_bytes <= (limit_units + max(units)) * UNIT_BYTES
         if isinstance(device, ReferenceDevice):
-            assert stats.peak_allocated_bytes == stats.peak_live_bytes
+            assert stats.peak_allocated_bytes <= (limit_units + max(units)) * UNIT_BYTES
         assert stats.moved_out_bytes <= (sum(units[:num_left]) + max(units)) * UNIT_BYTES
         assert x.grad is not None
 
@@ -101,7 +98,8 @@ def test_peak_of_one_forward_one_backward_in_turn(window_units: int, device: Dev
     assert_same_bits(found, run(nullcontext))
     device.synchronize()  # storages served in place may still be on their way to the host
     stats = memkit.stats("pipeline")
-    assert stats.peak_live_bytes <= (3 * DEPTH / 2 + window_units + 1) * UNIT_BYTES
+    if isinstance(device, ReferenceDevice):
+        assert stats.peak_allocated_bytes <= (3 * DEPTH / 2 + window_units + 1) * UNIT_BYTES
     assert (stats.live_records, stats.live_bytes, stats.host_in_use_bytes) == (0, 0, 0)
 
 
@@ -136,7 +134,7 @@ def test_late_lanes_move_the_same_bytes(seed: int) -> None:
                 lambda: memkit.CPUOffload(ratio, "late", min_bytes=0, window_bytes=5 * UNIT_BYTES, device=device),  # noqa: B023
             )
             stats = memkit.stats("late")
-            figures.append((stats.moved_out_bytes, stats.moved_in_bytes, stats.served_bytes, stats.peak_live_bytes))
+            figures.append((stats.moved_out_bytes, stats.moved_in_bytes, stats.served_bytes))
 
     assert figures[:4] == figures[4:]
 
@@ -144,18 +142,24 @@ def test_late_lanes_move_the_same_bytes(seed: int) -> None:
 def test_fetched_records_that_are_passed_over_make_room(device: Device, offloading: Offload) -> None:
     """The backward of the first branch takes an unforeseen way: tensors fetched for the second must not block it."""
     coming: list[set[int]] = []
+    live_bytes: list[int] = []
+
+    def note() -> None:
+        coming.append(_coming("branches"))
+        live_bytes.append(memkit.stats("branches").live_bytes)
+
     found = three_backwards(
         leaf_on(device.torch_device),
         DEPTH,
         lambda: offloading(1.0, "branches", window_bytes=5 * UNIT_BYTES),
-        lambda: coming.append(_coming("branches")),
+        note,
     )
 
     first_of_second = 2 + DEPTH  # records are numbered as they are saved
     assert len(coming) == DEPTH
     assert any(max(indices, default=0) >= first_of_second for indices in coming)
     assert all(indices and max(indices) < first_of_second for indices in coming[-8:-1])
-    assert memkit.stats("branches").peak_live_bytes <= 6 * UNIT_BYTES
+    assert max(live_bytes) <= 6 * UNIT_BYTES
     assert_same_bits(found, three_backwards(leaf_on(device.torch_device), DEPTH))
 
 
@@ -172,7 +176,8 @@ def test_copies_for_a_retained_graph_are_let_go(window_units: int, device: Devic
 
         assert stats.live_records == DEPTH
         assert stats.live_bytes <= window_units * UNIT_BYTES
-        assert stats.peak_live_bytes <= (window_units + 1) * UNIT_BYTES
+        if isinstance(device, ReferenceDevice):
+            assert stats.peak_allocated_bytes <= (window_units + 1) * UNIT_BYTES
     assert stats.num_copies_out == DEPTH
 
     assert moved == [number * (DEPTH - units_that_stay([1] * DEPTH, window_units)) for number in (1, 2, 3)]

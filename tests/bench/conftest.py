@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memkit.cli import machine
-from memkit.transfer import link
+from memkit.transfer import lanes
 
 
 @pytest.fixture(autouse=True)
@@ -15,4 +15,4 @@ def _little(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(machine, "_UPDATE_THREADS", (1,))
     monkeypatch.setattr(machine, "_BOTH_S", 0.05)
-    monkeypatch.setattr(link, "_MOST_ACTS", 10)
+    monkeypatch.setattr(lanes, "_MOST_ACTS", 10)

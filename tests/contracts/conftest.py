@@ -45,11 +45,6 @@ class Context:
         return self.device.torch_device
 
     @property
-    def lands_late(self) -> bool:
-        """Whether copies land when something waits for them, and so at the same moments in each step."""
-        return isinstance(self.device, CpuDevice | ReferenceDevice) and getattr(self.device, "_random", None) is None
-
-    @property
     def num_live(self) -> int:
         """Records and bytes that graphs still hold, once copies under way have arrived, and backwards are over."""
         let_go_of_last_backward(self.torch_device)

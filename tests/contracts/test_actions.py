@@ -14,8 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import memkit
 from memkit.activations.recomputing.recorded_forward import RecordedForward
-from memkit.activations.saved.ledger import Ledger
-from memkit.activations.saved.records import Record
+from memkit.activations.saved.records import Ledger, Record
 from memkit.device import CpuDevice, Device
 from memkit.plan import Action
 from tests.activations.cases import assert_same_bits

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import memkit
 from memkit.activations.budgeting.state import budget_states
-from memkit.activations.offloading.schedule import Schedule
+from memkit.activations.offloading.scheduled import Schedule
 from memkit.activations.recomputing import region_plan
 from memkit.activations.saved.state import offload_states, remat_states
 from memkit.device import Device

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 import memkit
 from memkit.core import torch_private
 from memkit.device import ReferenceDevice, Stream
-from memkit.distributed import host_shards
-from memkit.distributed.host_shards import HostShards
+from memkit.distributed import sharding
+from memkit.distributed.sharding import HostShards
 from memkit.errors import HostMemoryError
-from memkit.transfer.arena import Arena
+from memkit.transfer.host_memory import Arena
 from memkit.transfer.lanes import Lanes
 from tests.distributed import hosting
 from tests.distributed.cases import WIDTH, Model, assert_same, local, make, step, train
@@ -110,7 +110,7 @@ def test_chunks_come_in_parts_by_turns(num_ranks: int, monkeypatch: pytest.Monke
 
     with fake_group(num_ranks):
         wanted = train(on_host(make()), 0)
-    monkeypatch.setattr(host_shards, "TURN_BYTES", 96)
+    monkeypatch.setattr(sharding, "TURN_BYTES", 96)
     monkeypatch.setattr(Lanes, "copy_back_by_turns", note_copy)
     monkeypatch.setattr(ReferenceDevice, "copy", note_stream)
     with fake_group(num_ranks):
@@ -265,7 +265,7 @@ def test_model_goes_on_after_an_exception(one: None, trains: bool, seed: int | N
 def test_what_is_interrupted_between_parts_frees_nothing_that_is_being_copied_to(
     one: None, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_shards, "TURN_BYTES", 96)
+    monkeypatch.setattr(sharding, "TURN_BYTES", 96)
     model, plain, copy, num_copies = make().eval(), make().eval(), ReferenceDevice.copy, itertools.count()
 
     def interrupt(*args: Any) -> None:
@@ -344,7 +344,7 @@ def test_says_where_host_memory_is_missing(one: None, monkeypatch: pytest.Monkey
     def refuse(*_: object) -> None:
         raise HostMemoryError("no room on purpose")
 
-    monkeypatch.setattr("memkit.transfer.arena.Arena.take_pinned_as_one", refuse)
+    monkeypatch.setattr("memkit.transfer.host_memory.Arena.take_pinned_as_one", refuse)
     with pytest.raises(HostMemoryError, match="no room on purpose") as error:
         on_host(make())
     assert any("raised on rank 0 of 1 while sharding it" in note for note in error.value.__notes__)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit
 from memkit.device import ReferenceDevice
-from memkit.distributed.host_shards import HostLayer
+from memkit.distributed.sharding import HostLayer
 from memkit.errors import ProfileError, StateOffloadError
 from memkit.optimizers.steppers import layers_of
 from memkit.states.pieces import ConsumedGradient

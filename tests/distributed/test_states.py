@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from memkit.errors import StateOffloadError
-from memkit.states import shards
+from memkit.states import packing
 from memkit.states.packing import moved_state
 from tests.distributed.cases import assert_same
 from tests.distributed.offloading import Scaled, adamw, check_same, found_in, in_windows, offload, sharded, train
@@ -142,13 +142,13 @@ def test_states_change_places_and_begin_anew() -> None:
             parameters[0].grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
             plain.step()
             _step(optimizer, seed)
-            found = {name: shards.local_of(torch.as_tensor(value)) for name, value in optimizer.state[parameters[1]].items()}
+            found = {name: packing.local_of(torch.as_tensor(value)) for name, value in optimizer.state[parameters[1]].items()}
             assert states.stats().num_resident == 0
             assert found.keys() == plain.state[parameters[0]].keys()
             for name, value in plain.state[parameters[0]].items():
                 assert torch.equal(found[name], torch.as_tensor(value)), name
 
-            assert torch.equal(shards.local_of(parameters[1]), parameters[0])
+            assert torch.equal(packing.local_of(parameters[1]), parameters[0])
 
 
 def test_states_between_steps_are_shards_in_host_memory_of_their_own() -> None:
@@ -287,7 +287,7 @@ def test_shards_whose_local_tensors_cannot_be_stepped_are_refused(make: Callable
 
 def _shard_of_wrapped() -> Tensor:
     whole = torch.randn(4, 4)
-    return shards.shard_over(Int8.quantized(whole), _shard(whole))
+    return packing.shard_over(Int8.quantized(whole), _shard(whole))
 
 
 def test_a_gradient_that_is_split_otherwise_is_refused() -> None:
@@ -351,14 +351,14 @@ def test_a_state_of_another_size_is_refused() -> None:
 def test_a_shard_is_made_over_memory_of_any_precision() -> None:
     parameter = _shard(torch.randn(6, 4).bfloat16())
     local = torch.randn(6, 4)
-    made = shards.shard_over(local, parameter)
+    made = packing.shard_over(local, parameter)
 
     assert isinstance(made, DTensor)
     assert (made.dtype, made.placements, made.requires_grad) == (torch.float32, parameter.placements, False)
-    assert shards.local_of(made).data_ptr() == local.data_ptr()
-    assert shards.lie_alike(made, parameter)
-    assert not shards.lie_alike(made, local)
-    assert not shards.lie_alike(_shard(torch.randn(6, 4), Replicate()), parameter)
+    assert packing.local_of(made).data_ptr() == local.data_ptr()
+    assert packing.lie_alike(made, parameter)
+    assert not packing.lie_alike(made, local)
+    assert not packing.lie_alike(_shard(torch.randn(6, 4), Replicate()), parameter)
 
 
 def test_a_shard_in_host_memory_may_be_of_ranks_with_gpus() -> None:
@@ -366,11 +366,11 @@ def test_a_shard_in_host_memory_may_be_of_ranks_with_gpus() -> None:
     mesh = DeviceMesh("cuda", [0], _init_backend=False)
     like = DTensor.from_local(torch.empty(6, 4, device="meta"), mesh, [Shard(0)], run_check=False)
     local = torch.randn(6, 4)
-    made = shards.shard_over(local, like)
+    made = packing.shard_over(local, like)
     moved = moved_state(made, torch.device("cpu"))
 
     assert made.device.type == "cpu"
     for other in (moved, copy.deepcopy(made), made.detach(), made.clone(), made.cpu(), made.clone().copy_(made)):
         assert other.device_mesh == mesh
-        assert torch.equal(shards.local_of(other), local)
+        assert torch.equal(packing.local_of(other), local)
     assert find_state_dict_object({"mean": made}, _create_write_items("mean", made)[0].index).data_ptr() == local.data_ptr()

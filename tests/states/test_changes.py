@@ -13,8 +13,7 @@ from memkit.device import Device, ReferenceDevice
 from memkit.plan import StatePiece
 from memkit.plan.states import Update
 from memkit.states.at_rest import StatesAtRest
-from memkit.states.memory import HostStates
-from memkit.states.on_disk import DiskStates
+from memkit.states.memory import DiskStates, HostStates
 from memkit.states.pieces import Piece, StateRecord
 from tests.states.cases import PerParameter, assert_same, cut, offload
 

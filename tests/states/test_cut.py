@@ -17,7 +17,7 @@ from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.plan import states as state_pieces
 from memkit.states import trial
-from memkit.states.windows import CutPiece
+from memkit.states.pieces import CutPiece
 from tests.states.cases import (
     WAYS,
     EightBit,

@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import StateOffloadError
 from memkit.plan import states as state_pieces
-from memkit.states.host_routes import take_fingerprint
-from memkit.states.host_steps import HostSteps
-from memkit.transfer.staging import PromisedEvent
+from memkit.states.host_steps import HostSteps, take_fingerprint
+from memkit.transfer.host_memory import PromisedEvent
 from tests.refusing import PinLimit
 from tests.states.cases import FailsOnHost, assert_same, cut, make_training, offload, train
 
@@ -308,7 +307,7 @@ def test_a_copy_to_memory_that_is_not_pinned_may_fail(monkeypatch: pytest.Monkey
                 before[:] = [parameter.detach().clone() for parameter in parameters]
                 give_grads(parameters, step)
                 if step == 3:
-                    patch.setattr("memkit.transfer.staging._Side.copy", fail)
+                    patch.setattr("memkit.transfer.host_memory._Side.copy", fail)
                     patch.setattr(PromisedEvent, "is_reached", has_failed)
                 optimizer.step()
 

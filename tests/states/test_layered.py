@@ -20,12 +20,12 @@ from torch.optim.lr_scheduler import StepLR
 
 import memkit
 from memkit.device import Device, ReferenceDevice
-from memkit.device.clocks import ReferenceStream
+from memkit.device.reference import ReferenceStream
 from memkit.errors import DiskError, LayerOffloadError, StateOffloadError
 from memkit.plan import LayerCosts, plan_streamed_ratio
 from memkit.states.in_backward import LayeredSteps
 from memkit.transfer import ReferenceDisk
-from memkit.weights import shares
+from memkit.weights import selection
 from tests.interrupts import hooks_around
 from tests.states.cases import WAYS, ScheduleFree, assert_same, assert_same_training, cut, offload
 from tests.states.test_faults import ERRORS, Faulty, _failing, assert_old_or_new, snapshot
@@ -262,7 +262,7 @@ def test_layers_that_come_to_stay_on_the_device(device: Device, monkeypatch: pyt
         costs = [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers]
         return plan_streamed_ratio(costs, 0.5, num_slots=options["num_slots"])
 
-    monkeypatch.setattr(shares, "plan_measured", half)
+    monkeypatch.setattr(selection, "plan_measured", half)
     both = Both(device, model=Stack(8), ratio="auto")
     both.steps(5)
 

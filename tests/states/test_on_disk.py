@@ -25,9 +25,8 @@ import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.errors import DiskError, HostMemoryError, StateOffloadError
 from memkit.states.device_steps import DeviceSteps
-from memkit.states.memory import HostStates, StateSlots
-from memkit.states.on_disk import DiskStates
-from memkit.transfer import ReferenceDisk, staging
+from memkit.states.memory import DiskStates, HostStates, StateSlots
+from memkit.transfer import ReferenceDisk, host_memory
 from memkit.transfer.disk import DiskStore, DiskTransfer
 from tests.refusing import PinLimit
 from tests.states.cases import Pair, PerParameter, adamw, assert_same, batch, cut, make_net, make_training, offload, train
@@ -524,10 +523,10 @@ def test_a_read_that_fails_breaks_off_the_backward_when_its_turn_comes() -> None
 def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copy is put on the lane late: the slot's next piece, whose memory is pinned, waits for it."""
     device, width = ReferenceDevice(), 512
-    copy_now, fetch = staging._Side.copy, StateSlots.fetch
+    copy_now, fetch = host_memory._Side.copy, StateSlots.fetch
     late = list[Any]()
 
-    def copy_late(self: staging._Side, *args: Any) -> Any:
+    def copy_late(self: host_memory._Side, *args: Any) -> Any:
         if armed:
             late.append(args)
             time.sleep(0.1)
@@ -539,7 +538,7 @@ def test_a_piece_that_is_given_up_on_its_way_from_memory_that_is_not_pinned(monk
             states._host.arena.drain()
             device.synchronize()
 
-    monkeypatch.setattr(staging._Side, "copy", copy_late)
+    monkeypatch.setattr(host_memory._Side, "copy", copy_late)
     monkeypatch.setattr(StateSlots, "fetch", fetch_and_land)
     PinLimit(device, monkeypatch, 8 * MIB)  # the disk's need
     torch.manual_seed(0)
@@ -621,7 +620,7 @@ def test_a_file_system_without_direct_reads_warns_once(tmp_path: Path, monkeypat
         if is_direct:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
-    monkeypatch.setattr("memkit.transfer.disk_file.ScratchFile._set_direct", refuse)
+    monkeypatch.setattr("memkit.transfer.disk.DiskFile._set_direct", refuse)
     device = ReferenceDevice()
     model = make_net(device)
     optimizer = adamw(model.parameters())

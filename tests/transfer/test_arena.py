@@ -23,7 +23,7 @@ from memkit.core.tensors import byte_view
 from memkit.device import CpuDevice, Event, ReferenceDevice
 from memkit.device.reference import POISON
 from memkit.errors import HostMemoryError
-from memkit.transfer import Arena, arena, host_memory
+from memkit.transfer import Arena, host_memory
 from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes
 from tests.interrupts import interrupts
@@ -135,7 +135,7 @@ def test_pinned_memory_is_not_copied_by_a_fork() -> None:
 )
 def test_spans_are_aligned_apart_and_cut_at_segment_edges(steps: list[tuple[int, int, bool]], loose_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arena, "LOOSE_BYTES", loose_bytes)
+        patch.setattr(host_memory, "LOOSE_BYTES", loose_bytes)
         patch.setattr(*UNTOUCHED)
         device = CountingDevice()
         host, spans = Arena(device), list[Span]()
@@ -225,7 +225,7 @@ def test_spans_that_are_pinned_as_one_are_taken_together_or_not_at_all() -> None
 
 
 def test_scatters_a_span_rather_than_hold_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "LOOSE_BYTES", 0)
+    monkeypatch.setattr(host_memory, "LOOSE_BYTES", 0)
     host = Arena(CpuDevice())
     spans = [host.take(MIB) for _ in range(8)]
     for index in (1, 3, 4, 6):

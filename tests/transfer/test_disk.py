@@ -26,8 +26,7 @@ from memkit.core.sizes import DISK_PAGE_BYTES as PAGE
 from memkit.device import ReferenceDevice
 from memkit.errors import DiskError
 from memkit.transfer import Arena, Lanes, ReferenceDisk
-from memkit.transfer.disk import DiskCopy, DiskStore
-from memkit.transfer.disk_file import ScratchFile, cut_in_blocks
+from memkit.transfer.disk import DiskCopy, DiskFile, DiskStore, cut_in_blocks
 from memkit.transfer.host_memory import Span
 from memkit.transfer.reference_disk import POISON
 from tests.interrupts import interrupts
@@ -106,13 +105,13 @@ def host() -> Iterator[Host]:
 @pytest.fixture(params=["real", "buffered", "late", "random", "threads"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> memkit.Disk:
     if request.param == "buffered":
-        monkeypatch.setattr(ScratchFile, "_set_direct", _no_direct)
+        monkeypatch.setattr(DiskFile, "_set_direct", _no_direct)
     if request.param in ("real", "buffered"):
         return memkit.Disk(tmp_path)
     return ReferenceDisk(seed=3 if request.param == "random" else None, is_late=request.param != "threads")
 
 
-def _no_direct(_file: ScratchFile, is_direct: bool) -> None:
+def _no_direct(_file: DiskFile, is_direct: bool) -> None:
     if is_direct:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
@@ -345,7 +344,7 @@ def test_waits_for_copies_of_the_device(disk: memkit.Disk, host: Host) -> None:
 def test_file_is_private_unnamed_and_not_inherited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_unnamed: bool) -> None:
     if not has_unnamed:  # it is unlinked at once
         monkeypatch.delattr(os, "O_TMPFILE")
-    file = ScratchFile(tmp_path, MIB)
+    file = DiskFile(tmp_path, MIB)
     found = os.fstat(file._handle)
 
     assert list(tmp_path.iterdir()) == []
@@ -357,7 +356,7 @@ def test_file_is_private_unnamed_and_not_inherited(tmp_path: Path, monkeypatch: 
 
 
 def test_without_direct_reads_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScratchFile, "_set_direct", _no_direct)
+    monkeypatch.setattr(DiskFile, "_set_direct", _no_direct)
 
     with pytest.warns(UserWarning, match=rf"'{tmp_path}' has no direct reads and writes \(O_DIRECT: Invalid arg") as said:
         store = memkit.Disk(tmp_path).open(MIB, ReferenceDevice())

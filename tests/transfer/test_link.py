@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from memkit.device import CpuDevice, Event, ReferenceDevice, Stream
-from memkit.transfer import Arena, Link, link, measure_link
+from memkit.transfer import Arena, Link, lanes, measure_link
 from tests.interrupts import interrupted_after
 
 KIB = 1024
@@ -108,5 +108,5 @@ def test_interrupt_that_keeps_a_span_from_its_taker_is_what_the_caller_sees(monk
 def test_both_ways_at_once_is_the_slower_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     device = ClockedDevice()
 
-    assert link.measure_both_ways(device, num_bytes=1000 * KIB) == pytest.approx(1000 * KIB / 6e-3)  # one queue: 2 and 4 ms
+    assert lanes.measure_both_ways(device, num_bytes=1000 * KIB) == pytest.approx(1000 * KIB / 6e-3)  # one queue: 2 and 4 ms
     assert device.pinned == set()

@@ -14,10 +14,9 @@ from torch import Tensor
 from memkit.core.tensors import byte_view
 from memkit.device import CpuDevice, CudaDevice, Device, Event, ReferenceDevice, Stream
 from memkit.errors import HostMemoryError
-from memkit.transfer import Arena, Lanes, arena, host_memory
-from memkit.transfer.host_memory import Span
+from memkit.transfer import Arena, Lanes, host_memory
+from memkit.transfer.host_memory import PromisedEvent, Span
 from memkit.transfer.lanes import Transfer
-from memkit.transfer.staging import PromisedEvent
 from tests.gpus import ON_GPU
 from tests.refusing import PinLimit
 
@@ -29,7 +28,7 @@ LIMITS = {"staged": 4 * PAGE, "pageable": 0}
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(host_memory, "CHUNK_BYTES", CHUNK)
 
 
 @pytest.fixture(params=["late", pytest.param("seed 0", marks=pytest.mark.slow), *ON_GPU])
@@ -341,7 +340,7 @@ def test_says_what_was_not_pinned(is_pageable: bool, monkeypatch: pytest.MonkeyP
 
 
 def test_buffers_are_no_larger_than_what_goes_through_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "CHUNK_BYTES", 16 * PAGE)
+    monkeypatch.setattr(host_memory, "CHUNK_BYTES", 16 * PAGE)
     device = ReferenceDevice()
     limit = PinLimit(device, monkeypatch, LIMITS["staged"])
 
@@ -352,7 +351,7 @@ def test_buffers_are_no_larger_than_what_goes_through_them(monkeypatch: pytest.M
 
 
 def test_buffers_are_made_for_the_largest_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "CHUNK_BYTES", 16 * PAGE)
+    monkeypatch.setattr(host_memory, "CHUNK_BYTES", 16 * PAGE)
     device = ReferenceDevice()
     limit = PinLimit(device, monkeypatch, 2 * PAGE)
     host = Arena(device, must_pin=False)

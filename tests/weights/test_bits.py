@@ -22,7 +22,7 @@ import memkit
 from memkit.core.owners import owner_of
 from memkit.core.sizes import HOST_PAGE_BYTES
 from memkit.device import Device, ReferenceDevice
-from memkit.transfer import ReferenceDisk, arena
+from memkit.transfer import ReferenceDisk, host_memory
 from tests.refusing import PinLimit
 from tests.weights.cases import (
     RUNS,
@@ -89,7 +89,7 @@ PINNED = {"all": 2**40, "some": 4 * HOST_PAGE_BYTES, "none": 0}
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("way", WAYS)
 def test_orders(way: str, run: str, slots: int, pinned: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "CHUNK_BYTES", 1024)  # a layer has five of them
+    monkeypatch.setattr(host_memory, "CHUNK_BYTES", 1024)  # a layer has five of them
     limit, train = PinLimit(device, monkeypatch, PINNED[pinned]), way.split(",")[0]
     train = train if train in TRAIN else "frozen"
     model = stack(train, 6, run=RUNS[run], **({"block": WRAPPED[way]} if way in WRAPPED else {}))

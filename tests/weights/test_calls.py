@@ -15,7 +15,7 @@ import memkit
 from memkit.core import torch_private
 from memkit.device import ReferenceDevice
 from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio
-from memkit.weights import shares
+from memkit.weights import selection
 from memkit.weights.gradients import HostGradients
 from tests.calls import CallsOfDevice, num_calls
 from tests.weights.cases import WIDTH, Result, assert_same, results
@@ -90,7 +90,7 @@ def test_layer_costs_as_few_once_the_share_was_found(ratio: float, monkeypatch: 
         costs = [LayerCosts(name=layer.name, num_bytes=layer.num_bytes) for layer in plan.layers]
         return plan_streamed_ratio(costs, ratio, num_slots=options["num_slots"])
 
-    monkeypatch.setattr(shares, "plan_measured", choose)
+    monkeypatch.setattr(selection, "plan_measured", choose)
     with memkit.LayerOffload(model, offload_ratio="auto", train="frozen", device=device) as offload:
         for _ in range(6):
             _step(model)

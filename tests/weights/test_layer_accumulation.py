@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import memkit
 from memkit.core import backwards
 from memkit.device import Device, ReferenceDevice
-from memkit.weights.accumulation import Accumulation
-from memkit.weights.gradients import HostGradients, Made
+from memkit.weights.gradients import Accumulation, HostGradients, Made
 from tests.engine import LateThread
 from tests.gpus import ON_GPU
 from tests.weights.cases import WIDTH, Block, Stack, assert_same, in_order, inputs, results, reused

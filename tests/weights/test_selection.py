@@ -14,8 +14,7 @@ import memkit
 from memkit.device import ReferenceDevice
 from memkit.plan import LayerCosts, plan_streamed_ratio
 from memkit.plan.residency import predict_step
-from memkit.weights.selection import find_layers
-from memkit.weights.shares import StepTimes, plan_measured
+from memkit.weights.selection import StepTimes, find_layers, plan_measured
 from tests.plan.budget.steps import MIB
 
 

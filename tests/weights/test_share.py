@@ -18,9 +18,9 @@ from torch.optim import optimizer as torch_optimizer
 import memkit
 from memkit.device import Device, ReferenceDevice
 from memkit.plan import LayerCosts, ResidencyPlan, plan_streamed_ratio
-from memkit.weights import shares as choice_module
+from memkit.weights import selection as choice_module
 from memkit.weights.host_copies import DevicePlacement
-from memkit.weights.shares import StepTimes
+from memkit.weights.selection import StepTimes
 from tests.clock import Clock, set_clock
 from tests.weights.cases import (
     WIDTH,

@@ -16,16 +16,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import memkit
 from memkit.activations.offloading.scheduled import ScheduledForward
-from memkit.activations.saved.ledger import Ledger
-from memkit.activations.saved.records import Record
+from memkit.activations.saved.records import Ledger, Record
 from memkit.activations.saved.state import offload_states
 from memkit.core.owners import owner_of
 from memkit.device import Device
 from memkit.plan import copies
 from memkit.weights.chunks import LayerChunk
-from memkit.weights.saving import SavedWeight
 from memkit.weights.slots import Slot
-from memkit.weights.streaming import Streamer
+from memkit.weights.streaming import SavedWeight, Streamer
 from tests.weights.cases import (
     RUNS,
     TRAIN,

@@ -215,7 +215,7 @@ def test_gradient_to_be_added_that_cannot_be_sent(device: Device, monkeypatch: p
     with streamed(Stack(4), device, train="host") as (model, plain, batches, offload):
         model(batches[0]).square().sum().backward()
         with monkeypatch.context() as patch:
-            patch.setattr(offload._gradients, "_copy_out", fail)
+            patch.setattr(offload._gradients, "_packed", fail)
             with pytest.raises(torch.OutOfMemoryError, match="no room to pack it"):
                 model(batches[1]).square().sum().backward()
         model.zero_grad()

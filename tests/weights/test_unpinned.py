@@ -17,7 +17,7 @@ from torch import Tensor
 import memkit
 from memkit.core.sizes import HOST_PAGE_BYTES
 from memkit.device import Device, Stream
-from memkit.transfer import arena
+from memkit.transfer import host_memory
 from tests.gpus import ON_GPU
 from tests.refusing import PinLimit
 from tests.weights.cases import TRAIN, Stack, assert_same, inputs, only_lora, run_step, stack, streamed
@@ -32,7 +32,7 @@ WARNS = pytest.mark.filterwarnings("ignore:LayerOffload. the system did not pin"
 
 @pytest.fixture(params=LIMITS)
 def limit(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> PinLimit:
-    monkeypatch.setattr(arena, "CHUNK_BYTES", 1024)  # a layer has five of them
+    monkeypatch.setattr(host_memory, "CHUNK_BYTES", 1024)  # a layer has five of them
     return PinLimit(device, monkeypatch, LIMITS[request.param])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import memkit
 from memkit.device import Device, ReferenceDevice, open_device
-from memkit.device.clocks import ReferenceEvent
+from memkit.device.reference import ReferenceEvent
 from memkit.transfer.lanes import lanes_of
 from tests.weights.cases import WIDTH, Stack, assert_same, inputs, only_lora, run_step, streamed
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from memkit.activations.budgeting.limits import Limits
     from memkit.activations.budgeting.state import BudgetState
     from memkit.activations.budgeting.steady_step import SteadySave, SteadyStep
-    from memkit.activations.offloading.schedule import Schedule
+    from memkit.activations.offloading.scheduled import Schedule
     from memkit.activations.offloading.window import OffloadWindow
     from memkit.activations.recomputing.budget import Decider
     from memkit.activations.recomputing.recorded_forward import RecordedForward

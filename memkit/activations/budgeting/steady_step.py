@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from memkit.activations.offloading.schedule import Schedule, ready_at
+from memkit.activations.offloading.scheduled import Schedule, ready_at
 from memkit.activations.saved.traces import NO_VALUE, Capture, Trace
 from memkit.core import torch_private
 from memkit.plan import NO_OP, Action

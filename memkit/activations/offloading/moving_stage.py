@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit.activations.offloading.schedule import Sized, make_schedule
-from memkit.activations.offloading.scheduled import ScheduledForward, ScheduledSaves, take_spans
+from memkit.activations.offloading.scheduled import ScheduledForward, ScheduledSaves, Sized, make_schedule, take_spans
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Stage, all_too_small
-from memkit.activations.saved.forward import Forward
+from memkit.activations.saved.records import Forward
 from memkit.activations.saved.state import OffloadState, offload_states
 from memkit.activations.saved.traces import NO_VALUE, STRANGER, Capture, Follower, SaveKey, SeenSave, Trace, Traces, key_of
 from memkit.activations.stats import fragmentation_hint
@@ -36,8 +35,6 @@ paused = Blocks()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadOptions:
-    """The arguments of a `CPUOffload`. A stage holds these, since the context may die before its graphs."""
-
     min_bytes: int
     window_bytes: int | None
     host_limit_bytes: int | None
@@ -214,9 +211,7 @@ class MovingStage(Stage):
             counts.unique_bytes += sized.unique_bytes
             counts.kept_bytes += sized.kept_bytes + scheduled.stayed_bytes
             counts.window_bytes = max(counts.window_bytes, sized.window_bytes)
-            window, ledger = scheduled.window, scheduled.window.ledger
-            window.traces.follow(trace)
-            ledger.peak_live_bytes = max(ledger.peak_live_bytes, ledger.live_bytes + sized.peak_bytes + scheduled.stayed_bytes)
+            scheduled.window.traces.follow(trace)
         elif scheduled.has_backward and not self._forwards:
             trace.seen_under = None  # its backward began before the last saves
             self._count_followed(scheduled)
@@ -343,7 +338,6 @@ class MovingStage(Stage):
         return found
 
     def mark(self, tensor: Tensor, action: Action) -> None:
-        """A mark to recompute counts from the next forward on, which is recorded."""
         self._stop_schedule()
         if action is Action.RECOMPUTE:
             self._state.is_recorded = True
@@ -371,8 +365,7 @@ def follow_schedule(
     tensor: Tensor,
     behind: ScheduledForward | None,
 ) -> ScheduledForward | None:
-    """Have saves follow an earlier forward from a tensor on, if the forward followed so far (`behind`) has done nothing yet;
-    None if no such forward is known, or another is running."""
+    """Have saves follow an earlier forward from a tensor on; None if no such forward is known, or another is running."""
     window.settle()
     under, ratio, window_bytes, min_bytes = asked
     place, tried = (0, ()) if behind is None else (behind.num_saves, behind.tried)
@@ -494,7 +487,6 @@ class RatioDecider(RatioSoFar):
         return self._filed or self.follower.trace
 
     def finish(self) -> bool:
-        """Return whether a followed report did not match."""
         follower, trace, keys = self.follower, self.follower.trace, self.follower.keys
         if not keys:
             return False
@@ -509,8 +501,6 @@ class RatioDecider(RatioSoFar):
         self._traces.drop_report()
         self._traces.follow(trace)
         return was_misled
-
-    # The backward
 
     def order(self) -> tuple[int, ...]:
         trace, num_saves = self.trace, len(self.follower.keys)
@@ -530,8 +520,7 @@ class RatioDecider(RatioSoFar):
     def learn(
         self, order: tuple[int, ...], working_bytes: tuple[int, ...], requests: tuple[tuple[int, ...], ...], *, is_whole: bool
     ) -> None:
-        """Learn from a backward: the order of first requests, the bytes beside saved values at each, and all requests so far.
-        The order is incomplete if values are left to request (not `is_whole`)."""
+        """Learn from a backward. Its order is incomplete if values are left to request (not `is_whole`)."""
         trace = self._whole
         if trace is None:
             return
@@ -562,11 +551,7 @@ def _leaves_with(wrapper: Tensor, name: str) -> bool:
 
 
 def is_from_leaf(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a parameter or another leaf that requires grad, a view of one, or a cast of one.
-
-    A linear layer saves `weight.t()`, which is no parameter; autocast saves `weight.to(dtype).t()`. Moving them frees nothing:
-    the owner keeps the first anyway, and autocast's cache the second.
-    """
+    """Tell whether a tensor is a leaf, or a view or a cast of one: its owner, or autocast's cache, keeps it in any case."""
     if isinstance(tensor, nn.Parameter) or isinstance(torch_private.base_of(tensor), nn.Parameter):
         return True
     if not tensor.requires_grad:
@@ -605,7 +590,6 @@ def offload_figures(tag: str) -> dict[str, Any] | None:
             "unique_bytes": counts.unique_bytes,
             "kept_bytes": counts.kept_bytes,
             **counts.figures_of_copies(),
-            "peak_live_bytes": sum(window.ledger.peak_live_bytes for window in windows),
             "peak_allocated_bytes": allocated_bytes,
             "peak_reserved_bytes": sum(reserved) if reserved else None,
             "hint": fragmentation_hint(allocated_bytes, sum(reserved)),

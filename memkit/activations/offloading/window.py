@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memkit.activations.saved.forward import Forward
-from memkit.activations.saved.ledger import Ledger, mend
-from memkit.activations.saved.records import Handle, Record, SavedResidency
+from memkit.activations.saved.records import Forward, Handle, Ledger, Record, SavedResidency, mend
 from memkit.activations.saved.traces import Traces
 from memkit.core import backwards, torch_private
 from memkit.core.interrupts import mended
@@ -26,7 +24,7 @@ from memkit.core.torch_state import is_saved_by_compiled_code
 from memkit.device.base import Device
 from memkit.errors import HostMemoryError, note_no_room, warn_user
 from memkit.plan import Action
-from memkit.transfer.arena import Arena
+from memkit.transfer.host_memory import Arena
 from memkit.transfer.lanes import lanes_of
 
 if TYPE_CHECKING:
@@ -58,7 +56,6 @@ class OffloadWindow:
         self._forwards: list[weakref.ref[Forward]] = []
         self.scheduled: ScheduledForward | None = None
         self.put_by: list[ScheduledForward] = []
-        """Scheduled forwards of which only values are left that no backward has requested."""
         self._counter = device.memory_counter()
         self._most_forwards = 1
         self._needed_bytes = 0
@@ -90,7 +87,6 @@ class OffloadWindow:
             self.fit_arena(needed_bytes)
 
     def fit_arena(self, needed_bytes: int) -> None:
-        """The caller holds the lock."""
         if needed_bytes != self._needed_bytes and self.arena.in_use_bytes == 0:
             self._needed_bytes = needed_bytes
             self.arena.trim(needed_bytes * self._most_forwards)
@@ -103,8 +99,7 @@ class OffloadWindow:
     # Saving: the caller holds the lock, and has mended what was broken off
 
     def pack(self, forward: Forward, tensor: Tensor, storage: torch.UntypedStorage, asked: Action | None) -> Handle | None:
-        """Return the handle of a tensor that may leave; None if moving it would free nothing. The action comes from the user or
-        an inner context, else from the forward's decider."""
+        """Return the handle of a tensor that may leave, None if moving it would free nothing; `asked` overrules the decider."""
         ledger, node = self.ledger, torch_private.node_number()
         if ledger.deaths or ledger.orphans:
             ledger.sweep()
@@ -253,8 +248,7 @@ class OffloadWindow:
 
     @mended
     def lend(self, handle: Handle) -> torch.UntypedStorage:
-        """Return a storage with the bytes of a handle, to be read by work on the current stream. The handle is still to be
-        unpacked, and a fetched copy stays until then."""
+        """Return a storage with the bytes of a handle that is still to be unpacked, to be read on the current stream."""
         ledger, record = self.ledger, handle.record
         ledger.sweep()
         if record.owner is not None:
@@ -281,10 +275,10 @@ class OffloadWindow:
             assert record.maker is not None
             record.maker.make(record)
 
-    def _follow_backward(self, forward: Forward) -> bool:
+    def _note_request(self, forward: Forward, record: Record) -> None:
         task = torch_private.backward_task()
         if task == -1:
-            return False
+            return
         if forward.task != task:
             if forward.task == -1:
                 self.end_forward(forward, learn=True)
@@ -292,11 +286,6 @@ class OffloadWindow:
             self._take_back(forward, until=None)
             forward.begin_backward(task)
             backwards.on_end(lambda has_failed: None if has_failed else self._end_backward(forward, task))
-        return True
-
-    def _note_request(self, forward: Forward, record: Record) -> None:
-        if not self._follow_backward(forward):
-            return
         forward.requests.append(record.index)
         if record.index in forward.used:
             return
@@ -334,8 +323,6 @@ class OffloadWindow:
                 self.ledger.take_back(record)
 
     def _fetch_ahead(self, forward: Forward, use_order: int | None = None) -> bool:
-        """Fetch the next needed records while there is room; with `use_order`, only those needed sooner, for another prefetcher
-        that asks. Return whether all of these are fetched."""
         while (record := forward.next_record()) is not None:
             if record.residency is SavedResidency.HOST and record.original() is None:
                 if use_order is not None and record.use_order <= use_order:
@@ -360,7 +347,6 @@ class OffloadWindow:
         return is_turn
 
     def bring_until(self, use_order: int) -> bool:
-        """Fetch what is needed sooner than a value used at `use_order`: see `memkit.transfer.lanes.Prefetcher`."""
         # unless another thread is at it, perhaps waiting for the asking one
         return self._is_asking or self.is_broken or self._bring_until(use_order)
 

@@ -14,9 +14,17 @@ from torch import Tensor
 from memkit.activations.offloading.window import OffloadWindow
 from memkit.activations.recomputing.sources import Anchors, Sources
 from memkit.activations.saved.counts import Counts
-from memkit.activations.saved.forward import Contents, Forward, NumberedSaves, contents_of
-from memkit.activations.saved.ledger import Ledger
-from memkit.activations.saved.records import Handle, Record, SavedResidency, Unpacker
+from memkit.activations.saved.records import (
+    Contents,
+    Forward,
+    Handle,
+    Ledger,
+    NumberedSaves,
+    Record,
+    SavedResidency,
+    Unpacker,
+    contents_of,
+)
 from memkit.activations.saved.traces import OpTrace
 from memkit.core import backwards, torch_private
 from memkit.core.kept import KeptHandle

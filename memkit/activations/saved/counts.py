@@ -25,7 +25,6 @@ def reached_s(pairs: Iterable[_Timed]) -> float:
 class Copies:
     alone: list[Transfer] = field(default_factory=list)
     waits: list[_Timed] = field(default_factory=list)
-    """Of streams, for copies by themselves."""
     batches: list[CopyBatch] = field(default_factory=list)
 
     def _all(self) -> list[Transfer | CopyBatch]:
@@ -75,7 +74,6 @@ class Counts:
     largest_bytes: int = 0
     is_to_be_judged: bool = False
     trial: TimedWays | None = None
-    """Notified when the backward begins to recompute."""
     has_mismatch: bool = False
     num_replays: int = 0
     num_replayed_ops: int = 0
@@ -90,7 +88,6 @@ class Counts:
 
     @property
     def exceeds_budget(self) -> bool:
-        """The score alone has exceeded the budget by more than the largest output of one op."""
         return not self.follows_plan and self.peak_bytes > self.budget_bytes + self.largest_bytes
 
     def figures_of_copies(self) -> dict[str, Any]:

@@ -41,7 +41,6 @@ class SeenSave:
     """None for a tensor that is not told from others: one of a class of its own, or without a shape."""
     dtype: torch.dtype | None
     value: int
-    """The number of the saved value, perhaps of several saves; `NO_VALUE` if it does not count."""
     geometry: Geometry | None
     num_bytes: int
     is_written: bool
@@ -61,7 +60,6 @@ class SeenSave:
         return is_as_large and tensor.dtype is self.dtype
 
     def is_alike(self, other: SeenSave) -> bool:
-        """Tell whether two saves are the same but for their sizes."""
         return _unsized(self) == _unsized(other) and (self.shape is None) == (other.shape is None)
 
 
@@ -74,7 +72,6 @@ _DIGITS = re.compile(r"\d+")
 class OpTrace:
     step: Step
     names: dict[int, tuple[str, str]]
-    """For each saved value that ops make, the op and the module."""
     calls: tuple[ModuleCall, ...] = ()
     modules: tuple[weakref.ref[nn.Module], ...] = ()
     spans: tuple[SpanCall, ...] = ()
@@ -95,7 +92,6 @@ class OpTrace:
         return self._planner
 
     def plan(self, budget_bytes: int, score: DTRScore) -> Plan:
-        """Raises `BudgetInfeasible` if there is none."""
         key = (budget_bytes, score)
         if key not in self._plans:
             self._plans[key] = self.planner(score).plan(budget_bytes)
@@ -199,8 +195,7 @@ class Trace:
     _plan: tuple[tuple[object, ...], Plan] | None = None
 
     def await_whole(self) -> None:
-        """A forward deviated to this one from another's schedule: look at the next ones whole, if it may come again. It may if
-        its backward was seen, or if a forward came to it so before."""
+        """Look at the next forwards whole, since one has come here from another's schedule, if this trace may come again."""
         if self.num_awaited is None and self.seen is None and (self.requests is not None or self.was_come_to):
             self.num_awaited = _MAX_AWAITED
         self.was_come_to = True
@@ -277,7 +272,6 @@ class Traces:
 
     @property
     def expected(self) -> Trace | None:
-        """The trace that followed the last two when they came before, or else the last one."""
         last = self.latest
         return None if last is None else self._after.get((self._before, last)) or self._after.get((None, last))
 
@@ -317,7 +311,6 @@ class Traces:
         return trace
 
     def have_noted(self, seen: Sequence[SeenSave]) -> bool:
-        """Tell whether a forward has saved the same, but for sizes."""
         known = (trace.noted for trace in self._known if len(trace.noted) == len(seen))
         return any(all(map(SeenSave.is_alike, noted, seen)) for noted in known)
 
