@@ -201,6 +201,54 @@ def test_large_step_after_small_ones_is_not_refused_by_a_guess() -> None:
     assert max(peaks) <= budget
 
 
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_sizes_that_fit_and_one_that_does_not_take_turns(is_attached: bool) -> None:
+    """Also once the large one has come often: what is known to fit is a size, not a step."""
+    device, net, peaks, recorded = CountingDevice(), _Stack(8), list[int](), list[bool]()
+    with device.counting(net) as allocator:
+        for rows in (400, 400):
+            net.zero_grad()
+            allocator.begin()
+            _of_rows(net, rows, device, nullcontext)
+        budget = int(0.6 * allocator.step_peak_bytes)
+        make: Make = functools.partial(_budget, "turns", device, f"{budget}B")
+        if is_attached:
+            memkit.attach(net, make())
+        for rows in (
+            100,
+            100,
+            60,
+            100,
+            400,
+            100,
+            100,
+            400,
+            60,
+            400,
+            60,
+            100,
+            60,
+            60,
+            400,
+            100,
+            400,
+            400,
+            400,
+            60,
+            400,
+            100,
+            400,
+        ):
+            net.zero_grad()
+            allocator.begin()
+            _of_rows(net, rows, device, nullcontext if is_attached else make)
+            peaks.append(allocator.step_peak_bytes)
+            recorded.append(memkit.stats("turns").is_recorded)
+
+    assert max(peaks) <= budget
+    assert is_attached or not any(recorded[8:])
+
+
 class _OfDict(nn.Module):
     def __init__(self) -> None:
         super().__init__()

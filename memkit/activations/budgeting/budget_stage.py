@@ -15,6 +15,7 @@ from memkit.activations.budgeting.learning import PlannedDecider
 from memkit.activations.budgeting.limits import StepPeak
 from memkit.activations.budgeting.meter import Meter
 from memkit.activations.budgeting.planned_forward import PlannedForward
+from memkit.activations.budgeting.state import numel_of
 from memkit.activations.budgeting.steady_step import SteadySaves, StepNotes
 from memkit.activations.offloading.moving_stage import is_free, is_from_leaf
 from memkit.activations.offloading.scheduled import ScheduledForward, ScheduledSaves, take_spans
@@ -486,6 +487,9 @@ class BudgetStage(RecordingStage):
                 most_bytes = max(most_bytes, limits.plan.predicted_peak_bytes)
             elif budget_bytes is None or self._coming_bytes:
                 return
+            calls = () if trace.ops is None else trace.ops.calls
+            most_numel = numel_of(state.shapes or (calls[0].shapes if calls else ()))
+            state.most_numel = max(most_numel, state.most_numel if state.settled is not None else 0)
             state.settled = Settled(options=self._options, budget_bytes=most_bytes)
 
     def _leave_room_behind(self, forward: PlannedForward) -> None:

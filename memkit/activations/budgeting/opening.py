@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from memkit.activations.budgeting.limits import StepPeak
-from memkit.activations.budgeting.state import BudgetState, budget_states, numel_of
+from memkit.activations.budgeting.state import BudgetState, budget_states
 from memkit.activations.offloading.moving_stage import MovingStage, OffloadOptions
 from memkit.activations.recomputing.region_plan import choices_ahead, settle_ahead
 from memkit.activations.recomputing.unrecorded import IdleStage, RegionStage, open_steady
@@ -53,6 +53,7 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
         stays_idle = state.settled is not None and _stays_idle(state, options, limits, shapes)
         is_other = not stays_idle and limits.plan is None and state.is_of_other_size(shapes)
         state.num_iterations += 1
+        state.is_idle = stays_idle
         if is_other and (layers := open_layers_within(state, limits)) is not None:
             entry.recording = layers
             return layers.pair
@@ -60,7 +61,7 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
             state.is_recorded, state.shapes = False, shapes
             entry.recording = idle = IdleStage(state, None)
             return idle.pair
-        if state.settled is not None:
+        if state.settled is not None and (shapes is None or state.fits(shapes)):
             state.settled, state.most_numel = None, 0
         ways = _ways_of(state, limits, shapes)
         if ways is not None and ways.way is not Way.OPS:
@@ -145,8 +146,7 @@ def _stays_idle(state: BudgetState, options: RematOptions, limits: Limits, shape
         return shapes == state.shapes if shapes is not None else counter is None or counter.peak_bytes() <= settled.budget_bytes
     if counter is None or counter.peak_bytes() > settled.budget_bytes:
         return False
-    state.most_numel = max(state.most_numel, numel_of(state.shapes))
-    return numel_of(shapes) <= state.most_numel
+    return shapes is None or state.fits(shapes)
 
 
 def _ways_of(state: BudgetState, limits: Limits, shapes: Shapes | None) -> Ways | None:

@@ -42,6 +42,8 @@ class BudgetState(RematState):
         self.limits: Limits | None = None
         self.shapes: Shapes | None = None
         self.most_numel = 0
+        """The most elements of inputs whose step keeps to the budget by itself, if it is settled."""
+        self.is_idle = False
         self.ways: Ways | None = None
         self.ways_for: tuple[Trace, Shapes | None] | None = None
         """The steps that `ways` is for, with the shapes of their inputs. Other steps follow plans of their own."""
@@ -78,10 +80,13 @@ class BudgetState(RematState):
 
     def is_of_other_size(self, shapes: Shapes | None) -> bool:
         """As of `RematState`; but where all fits, smaller steps go as the recorded ones."""
-        fits = self.settled is not None and shapes is not None
-        if fits and numel_of(shapes) <= max(map(numel_of, self.known_shapes), default=0):
+        if self.settled is not None and shapes is not None and self.fits(shapes):
+            self.was_other = False
             return False
         return super().is_of_other_size(shapes)
+
+    def fits(self, shapes: Shapes) -> bool:
+        return self.settled is None or numel_of(shapes) <= self.most_numel
 
     def coming_bytes(self, limits: Limits) -> int:
         """Return the bytes of the optimizer states that are still to be made."""
@@ -110,7 +115,7 @@ class BudgetState(RematState):
         peak, settled = self.peak, self.settled
         if peak is None:
             return
-        if settled is None or self.is_recorded:
+        if settled is None or not self.is_idle:
             peak.end_forward()
         elif (foretold_bytes := peak.foretold_bytes()) is not None and foretold_bytes > settled.budget_bytes:
             self.settled, self.most_numel = None, 0

@@ -30,7 +30,7 @@ from memkit.activations.context import shapes_of
 from memkit.activations.recomputing.budget import RematOptions
 from memkit.activations.recomputing.region_calls import RegionSpec, Watched
 from memkit.activations.recomputing.regions import Regions, why_not_region
-from memkit.activations.recomputing.unrecorded import StageWithRegions
+from memkit.activations.recomputing.unrecorded import IdleStage, StageWithRegions
 from memkit.activations.saved.counts import Counts
 from memkit.activations.saved.entry import Entry, handing_on, moving_in
 from memkit.core import torch_private
@@ -415,7 +415,8 @@ def watch_size(entry: Entry, state: RematState, open_stage: Callable[[], LayerSt
         if not is_first or kwargs is None or entry.recording is None or threading.get_ident() != thread:
             return
         entry.door = None
-        is_other = state.is_of_other_size(shapes_of(args, kwargs))
+        shapes = shapes_of(args, kwargs)
+        is_other = state.is_of_other_size(shapes) or (type(entry.recording) is IdleStage and not state.fits(shapes))
         may_change = entry.recording.is_untouched and innermost_pack() is top
         if is_other and may_change and not isinstance(entry.recording, LayerStage) and (stage := open_stage()) is not None:
             entry.begin_anew(stage, stage.pair)

@@ -193,6 +193,10 @@ class RematState(TagState):
             self.known_shapes.pop(next(iter(self.known_shapes)))
         return False
 
+    def fits(self, shapes: Shapes) -> bool:
+        """Tell whether a step of these sizes may go as the last recorded one, where nothing is dropped."""
+        return True
+
     def unsettle(self) -> None:
         """Record the next step, since something was not as before."""
         if self.settled is not None:
