@@ -19,7 +19,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import memkit
-from memkit.activations.budgeting import opening
 from memkit.activations.budgeting.learning import Learning
 from memkit.activations.budgeting.state import budget_states
 from memkit.activations.context import ForwardContext
@@ -530,16 +529,11 @@ def _recorded(net: nn.Module, budget: str, num_steps: int) -> list[bool]:
 
 @pytest.mark.slow
 def test_plan_that_exceeds_the_budget_gives_way_to_layers_that_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So does a step that runs its ops again many times."""
     assert _recorded(_Stack(6), "16KiB", 9) == [True] * 9  # single ops take less
 
     memkit.reset("tight")
     monkeypatch.setattr(Learning, "takes_less", lambda *_: True)
     assert _recorded(_Stack(6), "16KiB", 9) == [True] * 5 + [False] * 4
-
-    memkit.reset("tight")
-    monkeypatch.setattr(opening, "_MOST_REPLAYED", 0.5)
-    assert _recorded(_Stack(6), "16KiB", 4) == [True] + [False] * 3
 
 
 class _Experts(nn.Module):

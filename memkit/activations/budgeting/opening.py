@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _OF_ALLOWED, _OF_KNOWN = 0.98, 0.995
 """Steps with layers use this fraction of the budget, and this one if their size was measured."""
-_MOST_REPLAYED = 30
-"""A step that ran its ops again so many times is not recorded later on."""
 
 
 class _StepClock(TimedWays):
@@ -69,8 +67,6 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
             if (stage := entry.recording) is not None:
                 return stage.pair if isinstance(stage, IdleStage) else None
         state.way = Way.OPS
-        if state.is_recorded and state.counts.num_replayed_ops > _MOST_REPLAYED * state.counts.num_ops:
-            state.note_in_vain(had_plan=False, is_enough=True)
         may_be_regions = ways is not None and not ways.is_decided  # regions keep to the budget where they can
         if state.gives_up_plans and limits.plan is None and not may_be_regions:
             layers = open_layers_within(state, limits, gives_up=True)

@@ -227,12 +227,10 @@ class RematState(TagState):
                 self.note_in_vain(had_plan=False)
         return trace.ops
 
-    def note_in_vain(self, *, had_plan: bool, is_enough: bool = False) -> None:
-        """Note that plans do not help in this iteration, whose plan took more than the budget, or which had none. With
-        `is_enough`, that alone is reason to give up plans."""
-        numbers = self._in_vain[had_plan]
-        if is_enough or self.num_iterations not in numbers:
-            numbers.extend([self.num_iterations] * (_NUM_VAIN if is_enough else 1))
+    def note_in_vain(self, *, had_plan: bool) -> None:
+        """Note that plans do not help in this iteration, whose plan took more than the budget, or which had none."""
+        if self.num_iterations not in self._in_vain[had_plan]:
+            self._in_vain[had_plan].append(self.num_iterations)
 
     def figures(self) -> dict[str, Any]:
         counts, counter = self.counts, None if self.costs.device is None else self.costs.device.memory_counter()
