@@ -261,7 +261,7 @@ def _state_of(module: nn.Module, *, is_sharded: bool) -> Iterator[Any]:
     left_with = torch_private.COMPOSED_MARK if is_sharded else ()
     for part in module.modules():
         for name, attribute in list(vars(part).items()):
-            if name.startswith(torch_private.MODULE_HOOKS):  # memkit may set hooks of its own during the call
+            if name.startswith(torch_private.MODULE_HOOKS) and isinstance(attribute, dict):  # memkit may set hooks in the call
                 yield from () if name in left else (hook for hook in attribute.values() if not _is_own_hook(hook))
                 continue
             yield name

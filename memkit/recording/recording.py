@@ -233,7 +233,6 @@ class Recording:
         self.anchors: Any = None
         """Holds values made here that a plan needs and autograd did not save: `memkit.activations.recomputing.sources`."""
         self.pinned: dict[int, KeptHandle] = {}
-        self.unpinned = set[int]()  # they have left the device, and whoever moves them keeps them for replays
         """Saved values that can't be recomputed, but others are recomputed from them."""
         self.hidden = set(rewritten)
         """Roots held as copies: rewritten ones, and those whose writes may go unseen, such as batch norm statistics."""

@@ -15,7 +15,6 @@ from memkit.activations.budgeting.learning import PlannedDecider
 from memkit.activations.budgeting.limits import StepPeak
 from memkit.activations.budgeting.meter import Meter
 from memkit.activations.budgeting.planned_forward import PlannedForward
-from memkit.activations.budgeting.state import numel_of
 from memkit.activations.budgeting.steady_step import SteadySaves, StepNotes
 from memkit.activations.offloading.moving_stage import is_free, is_from_leaf
 from memkit.activations.offloading.scheduled import ScheduledForward, ScheduledSaves, take_spans
@@ -76,6 +75,7 @@ _UNPLANNED, _AMPLE = 0.9, 0.5
 context come on top. Above the second fraction of what saved values may take, ended calls of modules are dropped."""
 _OF_COMPILED = 0.97
 """Compiled blocks are compiled for steps that take this fraction of the budget."""
+_MOST_FITTING = 8
 _OF_LOSS = 9
 """Bytes left free behind the first forward for each byte that the module returns: a float32 cross-entropy over bfloat16 logits
 has float32 copies of these, their log-softmax, and all gradients."""
@@ -196,8 +196,10 @@ class BudgetStage(RecordingStage):
         state = self._state
         judged, peak, state.judged, state.peak = state.judged, state.peak, None, None
         learning, counts = state.learning, state.counts
-        if judged is None and peak is not None and peak.num_bytes is not None and state.budget_bytes is not None:
-            state.excess_bytes = max(peak.num_bytes - self._limits.allocated_bytes(state.budget_bytes), 0)
+        peak_bytes = None if peak is None or peak is not state.unplanned_peak else peak.num_bytes
+        if peak_bytes is not None and state.budget_bytes is not None:
+            allowed_bytes = self._limits.allocated_bytes(state.budget_bytes)
+            state.excess_bytes = min(max(peak_bytes - allowed_bytes, 0), allowed_bytes // 2)
         if judged is not None and peak is not None and peak.is_over:
             if learning.judge(*judged, peak.num_bytes, self._limits):
                 state.note_in_vain(had_plan=True)
@@ -246,7 +248,7 @@ class BudgetStage(RecordingStage):
             if is_judged:
                 state.judged, state.peak = (trace, planned), StepPeak(counter, resets=is_new)
         elif is_unplanned and counter is not None:
-            state.peak = StepPeak(counter, resets=True)
+            state.peak = state.unplanned_peak = StepPeak(counter, resets=True)
         forward.on_end = functools.partial(learning.note_end, device.record_event(), device, state.peak)
         return forward
 
@@ -488,8 +490,8 @@ class BudgetStage(RecordingStage):
             elif budget_bytes is None or self._coming_bytes:
                 return
             calls = () if trace.ops is None else trace.ops.calls
-            most_numel = numel_of(state.shapes or (calls[0].shapes if calls else ()))
-            state.most_numel = max(most_numel, state.most_numel if state.settled is not None else 0)
+            shapes = state.shapes or (calls[0].shapes if calls else ())
+            state.fitting = (*(state.fitting if state.settled is not None else ()), shapes)[-_MOST_FITTING:]
             state.settled = Settled(options=self._options, budget_bytes=most_bytes)
 
     def _leave_room_behind(self, forward: PlannedForward) -> None:

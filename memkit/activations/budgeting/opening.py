@@ -59,8 +59,8 @@ def open_budget(entry: Entry, options: RematOptions, limits: Limits, shapes: Sha
             state.is_recorded, state.shapes = False, shapes
             entry.recording = idle = IdleStage(state, None)
             return idle.pair
-        if state.settled is not None and (shapes is None or state.fits(shapes)):
-            state.settled, state.most_numel = None, 0
+        if state.settled is not None and (shapes is None or state.fits(shapes) or state.limits != limits):
+            state.settled, state.fitting = None, ()
         ways = _ways_of(state, limits, shapes)
         if ways is not None and ways.way is not Way.OPS:
             _open_regions(entry, state, ways, options)

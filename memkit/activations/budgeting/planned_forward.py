@@ -170,8 +170,6 @@ class PlannedForward(RecordedForward):
 
     def _release_record(self, record: Record | None) -> None:
         if record is not None and record.residency is SavedResidency.LEAVING:
-            if self.recording.pinned.pop(record.value, None) is not None:  # replays fetch it, and it is lent after its last use
-                self.recording.unpinned.add(record.value)
             self.ledger.release(record)
 
     def make_room(self) -> bool:
@@ -228,10 +226,6 @@ class PlannedForward(RecordedForward):
         if self.requests is not None:
             request = self.requests[request] if request < len(self.requests) else self.requests[-1] + 1
         self._request = request
-        unpinned, latest = self.recording.unpinned, self._awaited[-1] if self._awaited else -1
-        while unpinned and (last := max(unpinned)) > latest:
-            unpinned.discard(last)
-            self._lent.pop(last, None)
         if request == 0:
             self._send_waiting()
             if self._asked:
@@ -245,8 +239,7 @@ class PlannedForward(RecordedForward):
             for value in planned.lets_go.get(len(planned.plan.step.saves), ()):
                 self._release_record(self._record_that_moves(value))
         for value in planned.releases.get(request, ()):
-            if value not in unpinned:
-                self._lent.pop(value, None)
+            self._lent.pop(value, None)
             if value not in self._sources.only_held:
                 self._anchors.release(value)
         for value in planned.fetches.get(request, ()):
@@ -266,8 +259,7 @@ class PlannedForward(RecordedForward):
     def note_last_use(self, record: Record) -> None:
         super().note_last_use(record)
         planned = self.planned
-        held_until = -1 if planned is None else planned.held_until.get(record.value, -1)
-        if held_until <= self._request and record.value not in self.recording.unpinned:
+        if planned is None or planned.held_until.get(record.value, -1) <= self._request:
             return
         if record.value in self.recording.overwritten:
             return  # the saved value is whole, but a later write may have replaced it

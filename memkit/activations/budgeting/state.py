@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import operator
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from memkit.activations.budgeting.inside import InsideBudgets
@@ -41,8 +42,8 @@ class BudgetState(RematState):
         self.inside = InsideBudgets()
         self.limits: Limits | None = None
         self.shapes: Shapes | None = None
-        self.most_numel = 0
-        """The most elements of inputs whose step keeps to the budget by itself, if it is settled."""
+        self.fitting: tuple[Shapes, ...] = ()
+        """Inputs whose steps keep to the budget by themselves, if it is settled."""
         self.is_idle = False
         self.ways: Ways | None = None
         self.ways_for: tuple[Trace, Shapes | None] | None = None
@@ -54,6 +55,7 @@ class BudgetState(RematState):
         """The numbers of finished backwards and of steps that deviated, when the last forward began."""
         self.judged: tuple[Trace, Planned] | None = None
         self.peak: StepPeak | None = None
+        self.unplanned_peak: StepPeak | None = None
         self.of_layers: tuple[LayerStep, StepPeak] | None = None
         """The last step with layers, and its peak."""
 
@@ -86,7 +88,9 @@ class BudgetState(RematState):
         return super().is_of_other_size(shapes)
 
     def fits(self, shapes: Shapes) -> bool:
-        return self.settled is None or numel_of(shapes) <= self.most_numel
+        if self.settled is None or shapes in self.fitting:
+            return True
+        return any(_are_within(shapes, known) for known in self.fitting)
 
     def coming_bytes(self, limits: Limits) -> int:
         """Return the bytes of the optimizer states that are still to be made."""
@@ -118,7 +122,7 @@ class BudgetState(RematState):
         if settled is None or not self.is_idle:
             peak.end_forward()
         elif (foretold_bytes := peak.foretold_bytes()) is not None and foretold_bytes > settled.budget_bytes:
-            self.settled, self.most_numel = None, 0
+            self.settled, self.fitting = None, ()
 
     @property
     def regions(self) -> RegionPlan | None:
@@ -131,8 +135,11 @@ class BudgetState(RematState):
         return None if device is None else device.memory_counter()
 
 
-def numel_of(shapes: Shapes | None) -> int:
-    return sum(map(math.prod, shapes or ()))
+def _are_within(shapes: Shapes, known: Shapes) -> bool:
+    """Tell whether inputs are at most as long as known ones in each dimension: what is saved may grow with any of them."""
+    return list(map(len, shapes)) == list(map(len, known)) and all(
+        map(operator.le, chain.from_iterable(shapes), chain.from_iterable(known))
+    )
 
 
 budget_states = States(BudgetState)

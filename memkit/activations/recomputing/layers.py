@@ -416,7 +416,10 @@ def watch_size(entry: Entry, state: RematState, open_stage: Callable[[], LayerSt
             return
         entry.door = None
         shapes = shapes_of(args, kwargs)
-        is_other = state.is_of_other_size(shapes) or (type(entry.recording) is IdleStage and not state.fits(shapes))
+        if type(entry.recording) is IdleStage:
+            is_other = state.was_other = not state.fits(shapes)
+        else:
+            is_other = state.is_of_other_size(shapes)
         may_change = entry.recording.is_untouched and innermost_pack() is top
         if is_other and may_change and not isinstance(entry.recording, LayerStage) and (stage := open_stage()) is not None:
             entry.begin_anew(stage, stage.pair)

@@ -83,7 +83,7 @@ class RecordingStage(Stage):
         self._sizes = SizesSeen(options.min_bytes) if may_keep_all else None
         self.recorder = self._make_recorder()
         trace, number = decider.follower.trace, state.num_iterations
-        notes_calls = self._needs_calls and (trace is None or trace.num_noted < _NUM_NOTED)
+        notes_calls = self._needs_calls and (trace is None or trace.num_noted < _NUM_NOTED or not decider.follows_plan)
         self._trail = ModuleTrail(self._forward.recording, notes_calls=notes_calls)
         self._watches_modules = options.verify or notes_calls or (trace is None and number < _NUM_WATCHED)
         self._forward.watch(self._trail)

@@ -171,7 +171,7 @@ class Sources:
 
     def _pin(self, value: int) -> bool:
         recording, forward = self._recording, self._forward
-        if value in recording.pinned or value in recording.unpinned:
+        if value in recording.pinned:
             return True
         anchor = self._anchors.handle(value)
         if anchor is not None and anchor.version == 0:  # a fresh result of an op: no write to it goes unseen
