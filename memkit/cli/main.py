@@ -27,6 +27,7 @@ _SORT_KEYS = ("activation", "self", "params", "calls", "peak", "forward", "backw
 """The values that `profile_memory`, `MemoryReport.to_text` and `plan_memory` accept."""
 
 _logger = logging.getLogger("memkit.cli.main")
+_OF_MODEL = ("memkit: raised ", "memkit: out of memory ")  # prefixes of the notes on exceptions that a model has raised
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,9 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = " ".join(" | ".join([text.strip(), *notes]).split())
         return _fail(message, status=2 if is_told and not is_of_model else 1)
     return 0
-
-
-_OF_MODEL = ("memkit: raised ", "memkit: out of memory ")  # prefixes of the notes on exceptions that a model has raised
 
 
 def _fail(message: str, *, status: int = 2) -> int:

@@ -26,6 +26,8 @@ from memkit.profile.alive import AliveStorage, MemoryCategory
 from memkit.profile.optimizer_states import state_bytes_of
 from memkit.weights.selection import find_layers
 
+_logger = logging.getLogger("memkit.cli.main")
+
 
 def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offload: bool = False) -> ShardPlan:
     """Return the bytes that the first of `num_ranks` ranks takes of a model and an optimizer, one layer gathered ahead."""
@@ -82,9 +84,6 @@ def _sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
     return [
         ShardedParameter(shape=tuple(item.shape), itemsize=item.itemsize, is_trained=item.requires_grad) for item in parameters
     ]
-
-
-_logger = logging.getLogger("memkit.cli.main")
 
 
 def plan(options: argparse.Namespace) -> None:

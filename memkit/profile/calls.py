@@ -17,6 +17,9 @@ from memkit.core.hooks import HookSet
 from memkit.device.base import Device, Event, MemoryCounter
 from memkit.profile.tree import ModuleTree
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_SPACE = ("depth", "height", "width")
+
 
 class Gauge:
     """Read when a module's call begins or ends. This one reads nothing: for warm-up runs, and if memory can't be counted."""
@@ -118,10 +121,6 @@ class TimeGauge(Gauge):
             if index_or_none is not None:
                 backward[index_or_none] = backward.get(index_or_none, 0.0) + start.elapsed_s(end)
         return forward, backward
-
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_SPACE = ("depth", "height", "width")
 
 
 def _misfit(module: nn.Module, args: tuple[Any, ...]) -> str:

@@ -24,6 +24,9 @@ from memkit.profile.table import Comparison, compare, peak_text, peak_words
 from memkit.profile.tree import OUTSIDE_NAME, Shapes
 from memkit.removed import removed
 
+SCHEMA = "memkit.MemoryReport"
+SCHEMA_VERSION = 2
+
 
 class SavedCategory(str, Enum):
     """The kind of a saved storage. Parameters and buffers are not listed: they exist with or without a backward."""
@@ -143,10 +146,6 @@ class RunInfo:
     python_version: str
     allocator_config: str
     """`PYTORCH_ALLOC_CONF`, or `PYTORCH_CUDA_ALLOC_CONF`; "" if neither is set."""
-
-
-SCHEMA = "memkit.MemoryReport"
-SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

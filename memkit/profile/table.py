@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _UNSEEN = "other tensors, workspaces and rounding"
 _NEEDS_STEP = "what is alive at the peak of the step is known of a profile with backward=True (--backward)"
 _NEEDS_EAGER = "what is alive at the peak cannot be told, since torch.compile runs a part of the model; profile it before that"
+_IN_FULL = ("self", "share", "saves", "dtype", "backward", "backward peak")
+_TIME = "forward and backward"
+_PEAK = "peak of the step"
 
 
 def peak_words(report: MemoryReport) -> str | None:
@@ -149,7 +152,6 @@ _COLUMNS = {
     "backward": _Column("backward time (ms)", lambda row, _: _ms(row.backward_s), goes=LAST + 4),
     "backward peak": _Column("backward peak (MiB)", lambda row, _: _mib(row.backward_peak_bytes), goes=LAST + 3),
 }
-_IN_FULL = ("self", "share", "saves", "dtype", "backward", "backward peak")
 
 SORT_KEYS = {
     "activation": "activation_bytes",
@@ -398,10 +400,6 @@ class Comparison:
             return f"It made no difference: the {peak.name} went from {sizes}{took}."
         less = f"{100 * abs(peak.change):.0f} % {'less' if peak.change < 0 else 'more'}"
         return f"It {'helped' if self.helped else 'did not help'}: the {peak.name} went from {sizes}, {less}{took}."
-
-
-_TIME = "forward and backward"
-_PEAK = "peak of the step"
 
 
 def compare(before: MemoryReport, after: Any) -> Comparison:

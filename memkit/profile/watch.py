@@ -30,6 +30,8 @@ from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, Mark, ModuleTree, Signa
 if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
 
+_PACKING = "fsdp.all_gather_copy_in"
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -250,9 +252,6 @@ class StorageLog(MemoryCounter):
         if self._stack is None or self._stack.in_backward:
             return Phase.BACKWARD
         return Phase.LOSS if self._stack.current == self._stack.outside else Phase.FORWARD
-
-
-_PACKING = "fsdp.all_gather_copy_in"
 
 
 class ParamCasts:

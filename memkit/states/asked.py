@@ -25,6 +25,7 @@ from memkit.states.trial import refuse_by_kind
 from memkit.transfer.disk import Disk
 
 _opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple["weakref.ref[Any]", "weakref.finalize[..., Any]"]]()
+_UPDATES = ("auto", "device", "host")
 
 
 def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
@@ -67,9 +68,6 @@ def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lamb
         return None
 
     return call
-
-
-_UPDATES = ("auto", "device", "host")
 
 
 def check_options(

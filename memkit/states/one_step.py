@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 Written = tuple[dict[int, Changes], Changes]
+_MEMBERS = ("params", "param_names")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,7 @@ class OneStep:
     def __init__(self, optimizer: torch.optim.Optimizer, *, copies: bool = False) -> None:
         self._optimizer = optimizer
         self._copies = copies
-        self._own: list[Group] = [*optimizer.param_groups]
-        """The user's groups: by the end of the step they may be elsewhere in `param_groups`, or not in there."""
+        self._own: list[Group] = [*optimizer.param_groups]  # the user's; by the end of the step they may be elsewhere
         self._groups: list[Group] = [*self._own]
         self._attributes: dict[str, Any] = {}
         if copies:  # it goes on with the present groups and attributes, even if they are set meanwhile
@@ -68,8 +68,7 @@ class OneStep:
         self._tensors: dict[int, list[tuple[str, Tensor]]] = {}
         self._of_groups: dict[int, Changes] = {}
         self._of_optimizer: Changes | None = None
-        self._is_over = False
-        """Whether the step's writes to groups without due parameters are written."""
+        self._is_over = False  # whether the step's writes to groups without due parameters are written
         self._noted: list[_Noted] = []
         self.awaited: set[int] = set()
 
@@ -226,9 +225,6 @@ def _options_of(optimizer: torch.optim.Optimizer) -> list[_Noted]:
         _Noted({key: value for key, value in group.items() if key not in _MEMBERS}, versions_in(group), [*group["params"]])
         for group in optimizer.param_groups
     ]
-
-
-_MEMBERS = ("params", "param_names")
 
 
 class LocalStep:

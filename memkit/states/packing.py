@@ -20,6 +20,11 @@ from memkit.plan.states import aligned
 from memkit.transfer.host_memory import Span
 
 MASTER = "master"
+_READ = (
+    "StateOffload(disk=...) keeps it there between steps. optimizer.state_dict() reads it, load_state_dict() writes it, and "
+    "close() brings it back"
+)
+_BITS = {1: torch.uint8, 2: torch.int16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +127,6 @@ class OnDisk:
 
     def __repr__(self) -> str:
         return f'<"{self._name}" of {self._parameter}, on the disk>'
-
-
-_READ = (
-    "StateOffload(disk=...) keeps it there between steps. optimizer.state_dict() reads it, load_state_dict() writes it, and "
-    "close() brings it back"
-)
 
 
 def is_number(value: object) -> bool:
@@ -244,9 +243,6 @@ def _is_plain(tensor: Tensor) -> bool:
         and not tensor.is_quantized
         and (tensor.is_contiguous() or is_dense(tensor.size(), tensor.stride()))
     )
-
-
-_BITS = {1: torch.uint8, 2: torch.int16}
 
 
 def follow(master: Tensor, parameter: Tensor) -> None:

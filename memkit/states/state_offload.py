@@ -54,6 +54,8 @@ from memkit.states.trial import find_elementwise, refuse_by_kind, refuse_mixed_s
 from memkit.transfer.disk import Disk
 from memkit.transfer.lanes import lanes_of
 
+HALF_LOADED = "optimizer.load_state_dict() was interrupted: some parameters have loaded states, others none"
+
 
 class Members:
     def __init__(self, optimizer: torch.optim.Optimizer, *, master: torch.dtype | None, torch_device: torch.device) -> None:
@@ -61,8 +63,7 @@ class Members:
         self._process = os.getpid()
         self._replaced: Any = None
         self.kept: dict[int, list[KeptState]] = {}
-        self.draws = False
-        """Whether steps draw random numbers, so that parameters must be stepped in the order of the groups."""
+        self.draws = False  # whether steps draw random numbers, so that parameters must be stepped in the order of the groups
         self._known: list[list[int]] = []
         self.pieces: list[Piece] = []
 
@@ -166,9 +167,6 @@ class Members:
             if piece.due:
                 found.append(piece)
         return found
-
-
-HALF_LOADED = "optimizer.load_state_dict() was interrupted: some parameters have loaded states, others none"
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -330,8 +328,7 @@ class StateOffload(NotCopied, EnteredOnce):
         self._host = HostStates(self.device, limit_bytes=limit_bytes)
         self._disk = DiskStates(disk, self.device, self._host)
         self._slots: StateSlots | None = None
-        self._is_open = False
-        """Whether states may have moved."""
+        self._is_open = False  # whether states may have moved
         claim(optimizer, self)
         try:
             self._plan()
@@ -381,8 +378,6 @@ class StateOffload(NotCopied, EnteredOnce):
         self._hooks.add(optimizer.register_state_dict_pre_hook(self._before_state_dict, prepend=True))
         self._hooks.add(optimizer.register_load_state_dict_pre_hook(self._before_load))
         self._hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
-
-    # Steps
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Run this step's hook behind other hooks, such as clipping. If nothing has left the device so far, plan again."""
@@ -485,7 +480,6 @@ class StateOffload(NotCopied, EnteredOnce):
                 beside.join()
 
     def _follow_groups(self) -> None:
-        """Follow parameters that came to the optimizer or left it."""
         members = self._members
         if not members.have_changed():
             return
@@ -539,8 +533,6 @@ class StateOffload(NotCopied, EnteredOnce):
         """
         steps = self._in_backward or self._on_shards
         return nullcontext() if steps is None else steps.accumulate()
-
-    # What is saved and loaded
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is not self.optimizer:

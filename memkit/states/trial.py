@@ -36,6 +36,13 @@ from memkit.optimizers.shells import (
 )
 from memkit.plan.states import WINDOW_NUMEL
 
+_MOST_GROUPS = 8
+_NUM_STEPS = 4
+_LARGEST_SIDE = 24
+_MOST_CUT_GROUPS = 16
+_NUM_CUT_STEPS = 6
+_NUM_WINDOWS = 3
+
 
 def generators_of(torch_device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, default_generator(torch_device)]
@@ -76,11 +83,6 @@ def has_generators(optimizer: torch.optim.Optimizer) -> bool:
 def _is_numpys(value: object) -> bool:
     kind = type(value)
     return kind.__module__.startswith("numpy.random") and kind.__name__ in ("Generator", "RandomState")
-
-
-_MOST_GROUPS = 8
-_NUM_STEPS = 4
-_LARGEST_SIDE = 24
 
 
 def refuse_by_kind(optimizer: object) -> None:
@@ -324,10 +326,6 @@ def have_same_bits(one: Any, other: Any) -> bool:
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
-_MOST_CUT_GROUPS = 16
-_NUM_CUT_STEPS = 6
-
-
 def find_elementwise(
     optimizer: torch.optim.Optimizer, groups: list[Group], *, torch_device: torch.device, master: torch.dtype | None
 ) -> list[bool]:
@@ -415,9 +413,6 @@ class _CutTrial(Trial):
             elif not all(are_alike(value, part) for part in parts):
                 return False
         return True
-
-
-_NUM_WINDOWS = 3
 
 
 def _windows_of(values: Tensor) -> list[Tensor]:

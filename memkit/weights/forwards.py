@@ -32,11 +32,9 @@ class InnerHooks(HookSet):
 
     def __init__(self) -> None:
         super().__init__()
-        self._dicts: list[OrderedDict[int, Any]] = []
-        """For each module those ahead of its forward, and those behind it."""
+        self._dicts: list[OrderedDict[int, Any]] = []  # for each module those ahead of its forward, and those behind it
         self._numbers: list[int] = []
-        self._aside: list[Any] = []
-        """The hooks set aside, in the same order; None for a missing one."""
+        self._aside: list[Any] = []  # the hooks set aside, in the same order; None for a missing one
 
     def around_inner(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
         self.around_forward(module, before=before, after=after)
@@ -134,8 +132,6 @@ class Forwards(NotCopied):
         self._calls.end_interrupted()
         self._recomputing.end_left()
 
-    # The model
-
     def _before_outer(self, module: nn.Module, _: Any) -> None:
         if not aside.is_set:
             self._calls.begin(module, depth=2)
@@ -196,8 +192,6 @@ class Forwards(NotCopied):
         self._calls.end(module, depth=2)
         if self._timing is not None and not len(self._calls):
             self._timing.end_layer()
-
-    # Layers
 
     def _enter(self, layer: _LayerForwards, module: nn.Module, _: Any, depth: int = 2) -> None:
         """Begin a forward that uses the weights of a layer; its frame is `depth` above this one."""
@@ -307,8 +301,7 @@ class Forwards(NotCopied):
 class _LayerForwards:
     chunk: LayerChunk
     inner_hooks: InnerHooks
-    is_followed: bool = False
-    """Whether the last call's output has a graph, so that its backward is seen."""
+    is_followed: bool = False  # whether the last call's output has a graph, so that its backward is seen
 
 
 def _time_forward(begin: Callable[[], None], *_: Any) -> None:

@@ -49,6 +49,7 @@ from memkit.weights.selection import (
 from memkit.weights.streaming import Streamer
 
 _FUSED = torch_private.SCALES_IN_STEP_MARK
+_STEP = torch.amp.GradScaler.step.__code__
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -98,9 +99,6 @@ def refuse_unscaled(is_streamed: Callable[[Tensor], bool], optimizer: torch.opti
             'been multiplied by what was in memory before. With train="host" use memkit.GradScaler, which has the same '
             "arguments and methods"
         )
-
-
-_STEP = torch.amp.GradScaler.step.__code__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,10 +276,8 @@ class LayerOffload(NotCopied, EnteredOnce):
         message = why_layers_free_nothing(self._candidates, self.plan, self.device, train=self.train, num_slots=num_slots)
         if message is not None:
             warn_user(message)
-        self._num_slots, self._is_open = num_slots, isinstance(offload_ratio, str)
-        """`_is_open`: whether the streaming share is still to be found."""
-        self._timing: StepTiming | None = None
-        """Of a step in which all layers stream, if the share is open, and then of one with the final plan."""
+        self._num_slots, self._is_open = num_slots, isinstance(offload_ratio, str)  # open: the share is to be found
+        self._timing: StepTiming | None = None  # of a step in which all layers stream, then of one with the final plan
         self._times: StepTimes | None = None
         self._predicted_peak_bytes: int | None = None
         self._chunks = self._streaming()
@@ -290,8 +286,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         self._forwards = Forwards(model, self._before_pass, self._note_adopted)
         self._streamer: Streamer | None = None
         self._gradients: HostGradients | FusedSteps | None = None
-        self._leaving: list[LayerChunk] = []
-        """Layers that stay on the device from now on, and have not given back their memory."""
+        self._leaving: list[LayerChunk] = []  # layers that stay on the device from now on, and have not given back their memory
         self._host = HostCopies(self.device, model, chunks.values(), limit_bytes=host_limit_bytes, disk=disk)
         self._arena = arena = self._host.arena
         files = FileWeights(model, weights)
@@ -340,8 +335,6 @@ class LayerOffload(NotCopied, EnteredOnce):
     def _note_adopted(self, adopted: StreamedParameter) -> None:
         refuse_tied(adopted, self._chunks)
         claim(adopted, self._host)
-
-    # Finding out the share, and what it takes
 
     def _begin_timing(self) -> StepTiming:
         resident = {name: layer for name, layer in self._layers.items() if name not in self.plan.streamed}

@@ -27,6 +27,9 @@ from memkit.profile.tree import ModuleTree
 if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
 
+_MOVES = torch_private.known("to_copy")
+_NO_AUTOCAST = ("Disabling autocast", "unsupported autocast device_type 'meta'", "device type 'meta'")
+
 
 class MetaTwins:
     """Makes the one meta twin of each tensor; twins of views share a storage. Small integers may keep data, on the CPU."""
@@ -162,7 +165,6 @@ def _moved(op: OpOverload, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
     return output
 
 
-_MOVES = torch_private.known("to_copy")
 # Operations whose result, or its shape, is known to Python.
 _READS = frozenset(
     {
@@ -226,7 +228,6 @@ _NO_DATA = (
     *("meta tensor", "meta device type tensor", "register_meta function", "with Meta tensors", "from the 'Meta' backend"),
     *("expected device meta but got", "but got meta"),  # of gradients: a tensor that the forward made on the CPU was written to
 )
-_NO_AUTOCAST = ("Disabling autocast", "unsupported autocast device_type 'meta'", "device type 'meta'")
 
 
 def say_why_not(error: Exception, where: str) -> None:

@@ -27,6 +27,17 @@ from memkit.profile.tree import dtype_name
 if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
 
+_FLOAT32_RESULT = {
+    "cuda": {
+        *("prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm")
+    },
+    "cpu": set(),
+}
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_aten = torch.ops.aten
+Outputs = Any  # a tensor, or several
+Operation = Callable[..., Outputs]
+
 
 class Rule(Enum):
     LOWER = "floating-point tensors to the autocast dtype"
@@ -49,12 +60,6 @@ _LOWER = {
         *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "addmm", "addbmm", "_addmm_activation"),
         *("linalg_vecdot", "scaled_dot_product_attention", "_native_multi_head_attention", "mkldnn_rnn_layer"),
     },
-}
-_FLOAT32_RESULT = {
-    "cuda": {
-        *("prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm")
-    },
-    "cpu": set(),
 }
 _PROMOTE = {
     "cuda": {
@@ -149,10 +154,6 @@ def _is_eligible(value: Any) -> bool:
     return on_target and value.is_floating_point() and value.dtype != torch.float64
 
 
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
-_aten = torch.ops.aten
-
-
 class MixedDtypesError(RuntimeError):
     """Raised where a run with data would raise a RuntimeError: an operation does not take these dtypes together."""
 
@@ -236,10 +237,6 @@ _NORMALIZATIONS: dict[str, dict[OpOverload, tuple[int, ...]]] = {
     "cuda": {_aten.native_batch_norm.default: (1, 2), **_OF_GROUPS_AND_LAYERS},
     "cpu": {_aten.native_batch_norm.default: (1, 2, 3, 4), **_OF_GROUPS_AND_LAYERS},
 }
-
-
-Outputs = Any  # a tensor, or several
-Operation = Callable[..., Outputs]
 
 
 def run_as_on(target: str, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Outputs]) -> Outputs:
