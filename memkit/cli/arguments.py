@@ -23,7 +23,6 @@ DTYPES = {
     **dict.fromkeys(("complex64", "c64"), "complex64"),
 }
 
-
 Input = tuple[str, tuple[int, ...], str | None]  # its keyword or "", its shape, and torch's name of its dtype
 SPEC_FORMS = "torchvision:NAME, timm:NAME, hf:CONFIG.json or package.module:factory"
 

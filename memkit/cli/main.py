@@ -24,8 +24,6 @@ from memkit.removed import removed, removed_command
 
 _TARGETS = ("cuda", "cpu")
 _SORT_KEYS = ("activation", "self", "params", "calls", "peak", "forward", "backward", "name")
-"""The values that `profile_memory`, `MemoryReport.to_text` and `plan_memory` accept."""
-
 _logger = logging.getLogger("memkit.cli.main")
 _OF_MODEL = ("memkit: raised ", "memkit: out of memory ")  # prefixes of the notes on exceptions that a model has raised
 

@@ -233,8 +233,6 @@ class HostShards:
         model.register_load_state_dict_pre_hook(self._wait)  # type: ignore[no-untyped-call]
         model.register_state_dict_pre_hook(self._wait)  # type: ignore[no-untyped-call]
 
-    # What FSDP2 calls
-
     def _unshard(self, layer: HostLayer, unshard: Callable[[bool], None], async_op: bool = False) -> None:
         """Begin to gather a layer, as `FSDPParamGroup.unshard`: it reads the shards, unless there is but one rank."""
         is_read = not (layer.group.is_unsharded or _gather_of(layer.group) is not None)

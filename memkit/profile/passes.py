@@ -1,5 +1,4 @@
-"""The runs that a profile is made of, and the rows of a report. Memory and time are never taken in the same run: watching what
-is saved costs time, and would count as the model's."""
+"""The runs that a profile is made of, and a report's rows. No run takes both memory and time: to watch saves takes time."""
 
 from __future__ import annotations
 

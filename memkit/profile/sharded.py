@@ -229,8 +229,7 @@ def with_others(
     around: Callable[[], AbstractContextManager[None]],
     checks: bool = True,
 ) -> _Value:
-    """Run a step with FSDP2 on every rank; with `checks`, ranks wait for each other before each collective, to raise
-    together."""
+    """Run a step with FSDP2 on every rank; with `checks`, ranks wait for each other before each collective."""
     if not shards:
         with around():
             return work()

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from memkit.profile.report import MemoryReport, ModuleRecord
     from memkit.profile.tree import Shapes
 
-
 _UNSEEN = "other tensors, workspaces and rounding"
 _NEEDS_STEP = "what is alive at the peak of the step is known of a profile with backward=True (--backward)"
 _NEEDS_EAGER = "what is alive at the peak cannot be told, since torch.compile runs a part of the model; profile it before that"

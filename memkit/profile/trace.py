@@ -35,7 +35,6 @@ from memkit.recording.recording import Recording, names_of, step_of
 if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
 
-
 _KINDS = (  # the first that matches
     (OpKind.ATTENTION, re.compile(r"scaled_dot_product|(flash|efficient)_attention")),
     (OpKind.CONVOLUTION, re.compile(r"conv(?!ert)")),
@@ -45,7 +44,6 @@ _KINDS = (  # the first that matches
 )
 _UNFILLED = re.compile(r"^(new_)?empty")
 _SPARSE_READERS = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss2d_forward"})
-"""Ops that read at most as many bytes of their first argument as they write."""
 
 
 def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> OpWork:

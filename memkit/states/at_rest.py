@@ -23,7 +23,6 @@ from memkit.transfer.host_memory import refusal_of
 if TYPE_CHECKING:
     from memkit.states.state_offload import Members
 
-
 _HOST = torch.device("cpu")
 
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 Stepped = tuple[StateRecord, Tensor, dict[Any, Any]]
 
-
 _FIRST = itemgetter(0)
 
 

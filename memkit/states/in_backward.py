@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from memkit.states.host_steps import HostSteps
     from memkit.states.stepping import Stepping
 
-
 _AHEAD = 3
 _HELD_BYTES = 256 * 2**20  # bytes of gradients that may wait for their states: the backward goes on meanwhile
 

@@ -33,7 +33,6 @@ from memkit.states.packing import described, lie_alike, local_gradient, note_wri
 if TYPE_CHECKING:
     from memkit.states.pieces import StateRecord
 
-
 Written = tuple[dict[int, Changes], Changes]
 _MEMBERS = ("params", "param_names")
 

@@ -253,9 +253,6 @@ def follow(master: Tensor, parameter: Tensor) -> None:
     torch.where(kept, master, written if bits is torch.int16 else written.to(torch.float32), out=master)
 
 
-# Parameters that are shards (`DTensor`): their local tensors are stepped, by elementwise optimizers alone.
-
-
 def local_gradient(parameter: Tensor) -> Tensor | None:
     grad = parameter.grad
     return None if grad is None else local_of(grad)
@@ -291,12 +288,10 @@ def are_one(one: Tensor, other: Tensor) -> bool:
     return local_of(one).data_ptr() == local_of(other).data_ptr()
 
 
-def lie_alike(one: Tensor, other: Tensor) -> bool:
+def lie_alike(one: Any, other: Any) -> bool:
     if not is_dtensor(one) or not is_dtensor(other):
         return False
-    first: Any = one
-    second: Any = other
-    return bool(first.device_mesh == second.device_mesh and tuple(first.placements) == tuple(second.placements))
+    return bool(one.device_mesh == other.device_mesh and tuple(one.placements) == tuple(other.placements))
 
 
 def described(tensor: Any) -> str:

@@ -747,7 +747,3 @@ class CutPiece(Piece):
 
 def _are_all(entries: Mapping[Any, Any], tensors: Sequence[Packed]) -> bool:
     return sum(map(is_number, entries.values())) + len(tensors) == len(entries)
-
-
-def piece_of(plan: StatePiece, records: list[StateRecord]) -> Piece:
-    return CutPiece(plan, records) if len(plan.parts) > 1 else Piece(plan, records)

@@ -47,7 +47,7 @@ from memkit.states.in_backward import BackwardSteps, LayeredSteps
 from memkit.states.memory import DiskStates, HostStates, StateSlots
 from memkit.states.one_step import OneStep, run_closure
 from memkit.states.packing import MASTER, bytes_of, may_leave
-from memkit.states.pieces import Piece, StateRecord, piece_of
+from memkit.states.pieces import CutPiece, Piece, StateRecord
 from memkit.states.shard_steps import ShardSteps
 from memkit.states.stepping import ForwardOverlap, Stepping
 from memkit.states.trial import find_elementwise, refuse_by_kind, refuse_mixed_shards, try_out
@@ -114,7 +114,10 @@ class Members:
                 yield record
 
     def add(self, plan: StatePlan, records: list[StateRecord]) -> list[Piece]:
-        added = [piece_of(planned, [records[index] for index in planned.parameters]) for planned in plan.pieces]
+        added = []
+        for planned in plan.pieces:
+            kind = CutPiece if len(planned.parts) > 1 else Piece
+            added.append(kind(planned, [records[index] for index in planned.parameters]))
         self.pieces = [*self.pieces, *added]
         return added
 
@@ -278,10 +281,8 @@ class StateOffload(NotCopied, EnteredOnce):
 
     _copied = (
         StateOffloadError,
-        (
-            "a StateOffload was copied, or pickled, perhaps within an object that has it as an attribute. It belongs to one "
-            "optimizer: copy the optimizer, or save optimizer.state_dict(), and make another StateOffload for that one"
-        ),
+        "a StateOffload was copied, or pickled, perhaps within an object that has it as an attribute. It belongs to one "
+        "optimizer: copy the optimizer, or save optimizer.state_dict(), and make another StateOffload for that one",
     )
 
     def __init__(

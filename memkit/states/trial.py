@@ -314,8 +314,7 @@ def _part(value: Any, parameter: Tensor, small: Tensor, start: int) -> Any:
 
 
 def values_of(size: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    values = torch.randn(size, generator=generator)
-    return values.to(dtype)
+    return torch.randn(size, generator=generator).to(dtype)
 
 
 def have_same_bits(one: Any, other: Any) -> bool:
@@ -378,8 +377,6 @@ class _WholeTrial(Trial):
 
 
 class _CutTrial(Trial):
-    """Has the windows of these tensors instead."""
-
     def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
         return _windows_of(values_of(_size_like(parameter), dtype, generator))
 

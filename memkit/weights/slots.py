@@ -248,9 +248,8 @@ class SlotRing:
         return slot
 
     def sweep(self, current: LayerChunk | None) -> None:
-        if len(self.slots) > self.num_planned:
-            for slot in [slot for slot in self if slot.is_overflow and slot.chunk is not current and slot.is_idle]:
-                self._release(slot)
+        for slot in [slot for slot in self if slot.is_overflow and slot.chunk is not current and slot.is_idle]:
+            self._release(slot)
 
     def invalidate(self) -> None:
         for slot in self.slots.values():

@@ -212,16 +212,12 @@ class LayerOrder:
 
     def begin(self) -> None:
         if self.noted and self.noted != self._known:
-            self._know(self.noted)
+            self._known, self._ahead = self.noted, {}
         self.noted, self._place = [], -1
 
     def expect(self, order: list[int]) -> None:
         if sorted(self._known) != sorted(order):
-            self._know(order)
-
-    def _know(self, order: list[int]) -> None:
-        self._ahead.clear()
-        self._known = order
+            self._known, self._ahead = order, {}
 
     def note(self, layer: int) -> Mapping[int, int]:
         if len(self.noted) < _MOST_NOTED:
@@ -312,9 +308,7 @@ class Streamer:
     def begin_pass(self) -> None:
         with torch_private.without_python_dispatch(), self.lock:
             self.rest()
-            self.ring.invalidate()
-            if self._disk is not None:
-                self._disk.invalidate()
+            self.invalidate()
             self._current = None
             if len(self.stalls.pending) > _MOST_PENDING:
                 self.stalls.seconds()  # reads those that are reached

@@ -95,14 +95,10 @@ def _is_small_integer(tensor: Tensor) -> bool:
 
 
 class TargetOps(Mode):
-    """Runs operations as a target would, and lets tensors with data and tensors without meet in them.
+    """Runs operations as a target would; beside tensors without data, those with data (constants, labels) become their twins.
 
-    A constant that the forward makes on the CPU, or the labels in a loss, are replaced by their twins. Small integer constants
-    that the forward asks for on the meta device do get data: models look into them, and no gradient flows through them. If a
-    value that does not exist is written into one, looking into it raises.
-
-    A tensor with data stands for one on the target, where moving it to the target's device moves nothing; but for what the
-    forward makes on the CPU with "cuda" as the target: a move of that makes another tensor."""
+    A tensor with data stands for one on the target, where moving it there moves nothing, unless the forward made it on the CPU.
+    """
 
     def __init__(self, target: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it

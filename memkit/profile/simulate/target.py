@@ -215,9 +215,7 @@ def _name_of(op: OpOverload) -> str:
 _CLASS_DTYPES: dict[OpOverload, tuple[torch.dtype, ...]] = {
     _aten.nll_loss_forward.default: (torch.int64, torch.uint8),
     _aten.nll_loss2d_forward.default: (torch.int64,),
-}
-"""Operations whose second argument names classes, and the dtypes that it may have."""
-
+}  # whose second argument names classes, and the dtypes that it may have
 # Of these operations all tensors at these positions have the same dtype.
 _ALIKE: dict[OpOverload, tuple[int, ...]] = {
     getattr(_aten, name).default: positions
@@ -352,12 +350,10 @@ def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *others: Any, out_dtype: torch.dty
     return mat_a.new_empty_strided(size, (size[-2] * pitch, pitch, 1)[-len(size) :])
 
 
+# Ops whose meta kernel does not take what those with data take (source: GroupedMMUtils.h in aten/src/ATen/native), and which
+# argument names classes, of ops that take them in uint8 as well, but for their meta kernel.
 _OWN_KERNELS: dict[OpOverload, Callable[..., Tensor]] = dict.fromkeys(torch_private.known("grouped_mm"), _grouped_mm)
-"""Operations whose meta kernel does not take what those with data take. Source: GroupedMMUtils.h in aten/src/ATen/native."""
-
 _CLASSES_AT: dict[OpOverload, int] = {_aten.nll_loss_forward.default: 1, _aten.nll_loss_backward.default: 2}
-"""Which argument names classes, of operations that take them in uint8 as well, but for their meta kernel."""
-
 # Source: the kernels in aten/src/ATen/native (Convolution.cpp, Normalization.cpp, group_norm.cpp, layer_norm.cpp,
 # Activation.cpp, ReflectionPad.cpp, ReplicationPadding.cpp, MaxUnpooling.cpp, PixelShuffle.cpp, ChanelShuffle.cpp,
 # TensorTransformations.cpp), and those in its folder cuda.
