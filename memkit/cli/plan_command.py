@@ -81,9 +81,7 @@ def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
-    return [
-        ShardedParameter(shape=tuple(item.shape), itemsize=item.itemsize, is_trained=item.requires_grad) for item in parameters
-    ]
+    return [ShardedParameter(shape=tuple(it.shape), itemsize=it.itemsize, is_trained=it.requires_grad) for it in parameters]
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -153,11 +151,7 @@ def _largest_batch(
         return traced[batch]
 
     plain = largest(lambda batch: of(batch).plain_peak_bytes, budget_bytes, begin=begin, most=7)
-    planned = largest(lambda batch: JointPlanner(of(batch)).least().peak_bytes, budget_bytes, begin=max(plain[0], 1), most=7)
+    best = largest(lambda batch: JointPlanner(of(batch)).least().peak_bytes, budget_bytes, begin=max(plain[0], 1), most=7)
     return LargestBatch(
-        budget_bytes=budget_bytes,
-        num_plain=plain[0],
-        num_planned=planned[0],
-        is_plain_found=plain[1],
-        is_planned_found=planned[1],
+        budget_bytes=budget_bytes, num_plain=plain[0], num_planned=best[0], is_plain_found=plain[1], is_planned_found=best[1]
     )

@@ -387,7 +387,7 @@ class HostShards:
             self._device.synchronize(last)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Options:
     mesh: DeviceMesh
     frozen_dtype: torch.dtype | None
@@ -585,14 +585,7 @@ def shard(
             "torch.distributed.init_process_group() first; one process is a group as well"
         )
     over = _default_mesh() if mesh is None else mesh  # before ranks may raise: it chooses the device by LOCAL_RANK
-    options = _Options(
-        mesh=over,
-        frozen_dtype=frozen_dtype,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        reshard_after_forward=reshard_after_forward,
-        prefetch=prefetch,
-    )
+    options = _Options(over, frozen_dtype, mp_policy, offload_policy, reshard_after_forward, prefetch)
 
     def look() -> dict[str, nn.Module]:
         if not isinstance(model, nn.Module):

@@ -153,9 +153,8 @@ def _needed(module: nn.Module) -> tuple[int | str, ...]:
 def _fits(found: tuple[int, ...], needed: tuple[int | str, ...]) -> bool:
     if needed[0] == "...":
         needed, found = needed[1:], found[1 - len(needed) :]
-    return len(found) == len(needed) and all(
-        isinstance(need, str) or size == need for size, need in zip(found, needed, strict=True)
-    )
+    pairs = zip(found, needed, strict=False)
+    return len(found) == len(needed) and all(isinstance(need, str) or size == need for size, need in pairs)
 
 
 class CallStack:

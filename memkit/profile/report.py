@@ -437,11 +437,9 @@ class MemoryReport:
             ReportFormatError: it is no memory report, or it was written by a newer memkit.
             OSError: the file cannot be read.
         """
-        content, where = read_json(
-            source, schema=SCHEMA, version=SCHEMA_VERSION, what="a memkit report", error=ReportFormatError
-        )
+        found, where = read_json(source, schema=SCHEMA, version=SCHEMA_VERSION, what="a memkit report", error=ReportFormatError)
         try:
-            return _report_from(content)
+            return _report_from(found)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ReportFormatError(f"{where} is not a whole memkit report: {type(error).__name__}: {error}") from error
 

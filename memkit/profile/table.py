@@ -33,12 +33,10 @@ def peak_words(report: MemoryReport) -> str | None:
     if peak_bytes is None:
         return None
     unit, unit_bytes = unit_of(peak_bytes)
-    begin = f"Of {peak_bytes / unit_bytes:.1f} {unit} at the peak of the step"
+    size = f"{peak_bytes / unit_bytes:.1f} {unit}"
     memory = report.step_memory
     if memory is None or not memory.moments:
-        return (
-            None if memory is not None else f"The step takes {peak_bytes / unit_bytes:.1f} {unit} at its peak; {_NEEDS_EAGER}."
-        )
+        return None if memory is not None else f"The step takes {size} at its peak; {_NEEDS_EAGER}."
     shown, rest, least = [], peak_bytes, max(0.005 * peak_bytes, 0.05 * unit_bytes)  # less would print as 0.0
     for category, num_bytes in memory.category_bytes(memory.peak).items():
         if num_bytes >= least:
@@ -48,7 +46,7 @@ def peak_words(report: MemoryReport) -> str | None:
         # a measured peak also has bytes of no tensor of the step
         others = _UNSEEN if peak_bytes > memory.peak_bytes else "others"
         shown.append(f"{others} {rest / unit_bytes:.1f}")
-    return f"{begin} ({where(memory.moments[memory.peak])}): {', '.join(shown)}."
+    return f"Of {size} at the peak of the step ({where(memory.moments[memory.peak])}): {', '.join(shown)}."
 
 
 def where(moment: Moment) -> str:
@@ -259,13 +257,9 @@ def _folded(rows: Sequence[ModuleRecord], depth: int | None) -> list[ModuleRecor
     positions: dict[int | None, int | None] = {index: position for position, index in enumerate(sorted(own))}
     return [
         replace(
-            rows[index],
-            parent=positions.get(rows[index].parent),
-            self_bytes=self_bytes,
-            num_storages=num_storages,
-            num_saves=num_saves,
+            rows[index], parent=positions.get(rows[index].parent), self_bytes=self_bytes, num_storages=stored, num_saves=saves
         )
-        for index, (self_bytes, num_storages, num_saves) in sorted(own.items())
+        for index, (self_bytes, stored, saves) in sorted(own.items())
     ]
 
 

@@ -208,11 +208,8 @@ class _Tracer(StorageLog):
 
     def unpack(self, saves: SavedStorages, packed: Any) -> Tensor:
         if packed is None or (packed.traced is not None and self._is_forward and torch_private.backward_task() != -1):
-            found = (
-                "asks for what autograd has saved"
-                if packed is None
-                else ("runs a backward of its own (as for the gradient of an input)")
-            )
+            own = "runs a backward of its own (as for the gradient of an input)"
+            found = "asks for what autograd has saved" if packed is None else own
             raise ProfileError(
                 f"a trace needs one forward and then one backward; found a forward that {found}. Profile with trace=False"
             )

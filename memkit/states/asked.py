@@ -70,9 +70,7 @@ def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lamb
     return call
 
 
-def check_options(
-    *, update: str, master: torch.dtype | None, when: str, overlap_forward: bool, disk: Disk | None = None
-) -> None:
+def check_options(*, update: str, master: torch.dtype | None, when: str, overlap_forward: bool, disk: Disk | None) -> None:
     if update == "both":
         raise ValueError(removed('StateOffload(update="both")', 'use "device", or "host" with a device_budget'))
     if update not in _UPDATES:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from memkit.core import torch_private
 from memkit.core.forks import OwnThreads, forked
@@ -170,15 +171,10 @@ class Route:
     """
 
     def __init__(
-        self,
-        piece: Piece,
-        due: list[Traits],
-        sections: Sections,
-        storage: torch.UntypedStorage,
-        room: Span,
-        stepped: Tensor | None,
+        self, piece: Piece, due: list[Traits], sections: Sections, slot: StateSlot, room: Span, stepped: Tensor | None
     ) -> None:
-        self.storage, self.room, self.due, self.sections = storage, room, due, sections
+        self.storage, self.room, self.due, self.sections = slot.storage, room, due, sections
+        storage = slot.storage
         self._stepped = stepped
         self._known: tuple[Layout, list[int]] | None = None  # of the last fingerprint: versions of float32 copies
         self.is_known = False
@@ -339,9 +335,8 @@ class Route:
         """Tell whether a step wrote its results in place, where the layout says. Then `rows` are the results."""
         if not self._is_at_home:
             return False
-        for key, master, parameter, entries in zip(
-            self.stand_ins, self._masters, self.host_parameters, self._entries, strict=True
-        ):
+        rows = zip(self.stand_ins, self._masters, self.host_parameters, self._entries, strict=True)
+        for key, master, parameter, entries in rows:
             place = parameter if master is None else master
             if key.data_ptr() != place.data_ptr() or not are_same(self.state.get(key, {}), entries):
                 return False
@@ -389,14 +384,7 @@ class HostSteps:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        device: Device,
-        lanes: Lanes,
-        slots: StateSlots,
-        host: HostStates,
-        *,
-        runs_ahead: bool = False,
+        self, optimizer: Optimizer, device: Device, lanes: Lanes, slots: StateSlots, host: HostStates, *, runs_ahead: bool
     ) -> None:
         self._optimizer, self._device, self._lanes = optimizer, device, lanes
         self._slots, self._host, self._runs_ahead = slots, host, runs_ahead
@@ -615,7 +603,7 @@ class HostSteps:
         if room is None or room.num_bytes < sections.num_bytes:
             (room,) = self._host.take([sections.num_bytes])
             self._rooms[place] = room
-        route = self._routes[piece] = Route(piece, due, sections, slot.storage, room, self._stepped.get(id(piece.plan)))
+        route = self._routes[piece] = Route(piece, due, sections, slot, room, self._stepped.get(id(piece.plan)))
         return route
 
     def close(self) -> None:

@@ -289,11 +289,8 @@ class Piece:
         for record in self.due:
             grad = record.parameter.grad
             assert grad is not None
-            if (
-                record.spoiled is not None
-                and record.spoiled[0]() is grad
-                and record.spoiled[1] == torch_private.version_of(grad)
-            ):
+            spoiled = record.spoiled
+            if spoiled is not None and spoiled[0]() is grad and spoiled[1] == torch_private.version_of(grad):
                 raise StateOffloadError(
                     f"a step that was broken off has written to the gradient of {record.name}, as to unscale it, and a step "
                     "would do so again. Call optimizer.zero_grad() and run the backward again; with a GradScaler, delete "

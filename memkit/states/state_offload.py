@@ -153,11 +153,7 @@ class Members:
 
     def place(self) -> None:
         groups = self._optimizer.param_groups
-        places: dict[int, tuple[int, int]] = {
-            id(parameter): (number, position)
-            for number, group in enumerate(groups)
-            for position, parameter in enumerate(group["params"])
-        }
+        places = {id(each): (number, at) for number, group in enumerate(groups) for at, each in enumerate(group["params"])}
         for piece in self.pieces:
             for record in piece.records:
                 record.group, record.position = places.get(id(record.parameter), (-1, -1))
@@ -410,9 +406,7 @@ class StateOffload(NotCopied, EnteredOnce):
         self._settle()
         self._follow_groups()
         stepping, members = self._stepping, self._members
-        is_rest = stepping.unfinished is not None and any(
-            record.is_done() for item in members.pieces for record in item.records
-        )
+        is_rest = stepping.unfinished is not None and any(record.is_done() for it in members.pieces for record in it.records)
         if self._in_backward is not None and self._in_backward.end():
             is_rest = True
         run = (stepping.unfinished if is_rest else None) or OneStep(self.optimizer, copies=self._overlap is not None)

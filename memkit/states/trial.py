@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from memkit.core import torch_private
 from memkit.core.torch_state import is_dtensor, local_of
@@ -75,7 +76,7 @@ def are_in_states(generators: Sequence[torch.Generator], states: Sequence[Tensor
     return all(torch.equal(one.get_state(), state) for one, state in zip(generators, states, strict=True))
 
 
-def has_generators(optimizer: torch.optim.Optimizer) -> bool:
+def has_generators(optimizer: Optimizer) -> bool:
     own = [value for entries in (vars(optimizer), *optimizer.param_groups) for value in entries.values()]
     return any(isinstance(value, torch.Generator | random.Random) or _is_numpys(value) for value in own)
 
@@ -86,7 +87,7 @@ def _is_numpys(value: object) -> bool:
 
 
 def refuse_by_kind(optimizer: object) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         inner = getattr(optimizer, "optimizer", None)
         hint = f". Pass what it wraps: .optimizer, a {type(inner).__name__}" if inner is not None else ""
         raise TypeError(f"StateOffload needs a torch.optim.Optimizer; found {type(optimizer).__name__}{hint}")
@@ -106,7 +107,7 @@ def refuse_by_kind(optimizer: object) -> None:
 
 
 def try_out(
-    optimizer: torch.optim.Optimizer, *, torch_device: torch.device, master: torch.dtype | None
+    optimizer: Optimizer, *, torch_device: torch.device, master: torch.dtype | None
 ) -> tuple[dict[int, list[KeptState]], bool]:
     groups = groups_to_try(optimizer)
     if not groups:
@@ -153,7 +154,7 @@ def try_out(
 
 
 def makes_states_in_steps(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], torch_device: torch.device, master: torch.dtype | None
+    optimizer: Optimizer, groups: list[Group], torch_device: torch.device, master: torch.dtype | None
 ) -> bool:
     """Tell whether the first step of a parameter makes its states. Adagrad of torch 2.11 makes them with the optimizer."""
     if not any(optimizer.state.get(parameter) for group in groups for parameter in group["params"]):
@@ -165,7 +166,7 @@ def makes_states_in_steps(
     return True
 
 
-def groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def groups_to_try(optimizer: Optimizer) -> list[Group]:
     seen = set[torch.dtype]()
     new: list[Group] = []
     others: list[Group] = []
@@ -180,8 +181,8 @@ def groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 class Trial:
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        groups: list[dict[str, Any]],
+        optimizer: Optimizer,
+        groups: list[Group],
         torch_device: torch.device,
         master: torch.dtype | None,
         *,
@@ -191,7 +192,7 @@ class Trial:
         self.state: dict[Any, Any] = defaultdict(dict)
         generator = torch.Generator().manual_seed(0)
         self._kinds = [_dtypes_in(group) for group in groups]
-        self.groups: list[dict[str, Any]] = []
+        self.groups: list[Group] = []
         for group in groups:
             small = []
             for kind in _dtypes_in(group):
@@ -231,7 +232,7 @@ class Trial:
             for group in self.groups:
                 group["params"][0].grad = None
 
-    def _shell(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> torch.optim.Optimizer:
+    def _shell(self, groups: list[Group], state: dict[Any, Any]) -> Optimizer:
         shell = shell_of(self._optimizer, groups, state)
         vars(shell).update(self.attributes)
         return shell
@@ -299,7 +300,7 @@ class Trial:
         return None
 
 
-def _dtypes_in(group: dict[str, Any]) -> list[torch.dtype]:
+def _dtypes_in(group: Group) -> list[torch.dtype]:
     return list(dict.fromkeys(parameter.dtype for parameter in group["params"]))
 
 
@@ -326,14 +327,14 @@ def have_same_bits(one: Any, other: Any) -> bool:
 
 
 def find_elementwise(
-    optimizer: torch.optim.Optimizer, groups: list[Group], *, torch_device: torch.device, master: torch.dtype | None
+    optimizer: Optimizer, groups: list[Group], *, torch_device: torch.device, master: torch.dtype | None
 ) -> list[bool]:
     """Tell for each group whether its parameters can be stepped in windows, bit for bit. Of many groups some are tried."""
     found = [_is_elementwise(optimizer, group, torch_device, master) for group in groups[:_MOST_CUT_GROUPS]]
     return found + [all(found)] * (len(groups) - len(found))
 
 
-def refuse_mixed_shards(optimizer: torch.optim.Optimizer, *, torch_device: torch.device, master: torch.dtype | None) -> None:
+def refuse_mixed_shards(optimizer: Optimizer, *, torch_device: torch.device, master: torch.dtype | None) -> None:
     """Raise if an optimizer has shards, and steps an element by others of its parameter: these may be on other ranks."""
     by_dim = defaultdict[int, list[Group]](list)
     for group in optimizer.param_groups:
@@ -349,9 +350,7 @@ def refuse_mixed_shards(optimizer: torch.optim.Optimizer, *, torch_device: torch
             )
 
 
-def _is_elementwise(
-    optimizer: torch.optim.Optimizer, group: Group, torch_device: torch.device, master: torch.dtype | None
-) -> bool:
+def _is_elementwise(optimizer: Optimizer, group: Group, torch_device: torch.device, master: torch.dtype | None) -> bool:
     try:
         with _seeding(torch_device) as seed, torch.inference_mode(False), torch.no_grad():
             has_states = not makes_states_in_steps(optimizer, [group], torch_device, master)

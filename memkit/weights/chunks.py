@@ -60,12 +60,11 @@ class BoundTensor:
         return Geometry(self.size, self.stride, self.offset // self.dtype.itemsize, self.dtype, False, False)
 
     def adopt_layout(self, source: Tensor) -> None:
-        is_alone = self.host_copy.untyped_storage().nbytes() == source.nbytes
+        storage = self.host_copy.untyped_storage()
+        is_alone = storage.nbytes() == source.nbytes
         if is_alone and is_dense(self.size, self.stride) and is_dense(source.size(), source.stride()):
             self.stride = source.stride()
-            self.host_copy = tensor_over(
-                self.host_copy.untyped_storage(), self.dtype, offset=0, size=self.size, stride=self.stride
-            )
+            self.host_copy = tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.stride)
 
     def shares_host_copy(self, tensor: Tensor) -> bool:
         return storage_key(tensor.untyped_storage()) == storage_key(self.host_copy.untyped_storage())
@@ -436,9 +435,7 @@ def _is_replaced(streamed: StreamedParameter) -> bool:
     if streamed.is_unchanged(found):
         return False
     if not streamed.is_of_kind(found):
-        was, now = (
-            f"{type(wrappers[0]).__name__}, " if wrappers else "" for wrappers in (streamed.wrappers, wrappers_in(found))
-        )
+        was, now = (f"{type(own[0]).__name__}, " if own else "" for own in (streamed.wrappers, wrappers_in(found)))
         raise LayerOffloadError(
             f'"{streamed.name}" streams as {was}{streamed.dtype}, {list(streamed.size)}, and is {now}{found.dtype}, '
             f"{list(found.size())} on {found.device} now: was the model moved or cast (.to(), .cuda(), .half())? {_ADVICE}"

@@ -21,7 +21,7 @@ from memkit.core.owners import aside
 from memkit.core.torch_state import in_differentiating_transform
 from memkit.errors import LayerOffloadError
 from memkit.plan.chunks import Residency
-from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt
+from memkit.weights.chunks import LayerChunk, adopt
 from memkit.weights.gradients import Accumulation
 from memkit.weights.selection import StepTiming, refuse_replicated
 from memkit.weights.streaming import Streamer, WeightHooks
@@ -75,9 +75,7 @@ class InnerHooks(HookSet):
 class Forwards(NotCopied):
     """Has the parameters of each layer lie in a slot while it runs. `before_pass` is called ahead of an outermost forward."""
 
-    def __init__(
-        self, model: nn.Module, before_pass: Callable[[], None], note_adopted: Callable[[StreamedParameter], None]
-    ) -> None:
+    def __init__(self, model: nn.Module, before_pass: Callable[[], None], note_adopted: Callable[..., None]) -> None:
         self._model, self._before_pass, self._note_adopted = model, before_pass, note_adopted
         self._calls, self._claims, self._recomputing = Calls(), Claims(), Claims()
         self._outer_hooks, self._hooks, self._timing_hooks = HookSet(), HookSet(), HookSet()

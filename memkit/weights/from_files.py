@@ -95,14 +95,12 @@ def _arguments_of(module: nn.Module) -> dict[str, Any]:
     return arguments
 
 
-def _tensors_of(
-    module: nn.Module, arguments: Mapping[str, Any], needed: Mapping[str, Tensor], *, seed: int = 0
-) -> dict[str, Tensor]:
+def _tensors_of(module: nn.Module, given: Mapping[str, Any], needed: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
     kind = type(module)
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(seed)
-            made = kind(**arguments)
+            made = kind(**given)
     except Exception as error:
         raise _CannotMakeError(f"{kind.__name__} raises {error!r}") from error
     before, after = _attributes_of(module), _attributes_of(made)

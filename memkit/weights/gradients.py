@@ -327,13 +327,7 @@ class HostGradients(Accumulation):
     """Takes the gradients of streamed parameters to the host; `rest` puts parameters to rest, `others` are others' spans."""
 
     def __init__(
-        self,
-        device: Device,
-        arena: Arena,
-        chunks: Sequence[LayerChunk],
-        *,
-        rest: Callable[[], None],
-        others: Callable[[], list[Span]],
+        self, device: Device, arena: Arena, chunks: list[LayerChunk], rest: Callable[[], None], others: Callable[[], list[Span]]
     ) -> None:
         super().__init__(device)
         self._has_new_nodes = device.torch_device.type != "cpu"  # see [Note: when a gradient is complete]

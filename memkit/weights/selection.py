@@ -122,10 +122,8 @@ class _List:
 
 def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the elements of the lists of one class that free the most device memory, or of stages the blocks in them."""
-    lists = [
-        _List(isinstance(module, nn.ModuleList), _resolved(name, module))
-        for name, module in _lists_in(modules, at_least=2).items()
-    ]
+    found_in = _lists_in(modules, at_least=2).items()
+    lists = [_List(isinstance(module, nn.ModuleList), _resolved(name, module)) for name, module in found_in]
     groups = defaultdict[Hashable, list[_List]](list)
     for found in lists:
         groups[found.role].append(found)

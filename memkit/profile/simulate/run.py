@@ -106,9 +106,7 @@ class TargetOps(Mode):
         self._unknown: dict[int, torch.UntypedStorage] = {}
         self._on_host: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(
-        self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         return run_as_on(self._target, op, args, kwargs or {}, partial(self._run, op))
 
     def _run(self, op: OpOverload, kernel: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -143,9 +141,7 @@ class TargetOps(Mode):
         return output
 
     def _is_on_host(self, tensor: Tensor) -> bool:
-        return all(
-            key in self._on_host and self._on_host[key]() is storage for key, storage in unique_storages([tensor]).items()
-        )
+        return all(key in self._on_host and self._on_host[key]() is own for key, own in unique_storages([tensor]).items())
 
 
 def _tensors_of(nested: Any) -> list[Tensor]:

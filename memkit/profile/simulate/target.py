@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
 
 _FLOAT32_RESULT = {
-    "cuda": {
-        *("prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm")
-    },
+    "cuda": {"prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm"},
     "cpu": set(),
 }
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -191,9 +189,7 @@ def check_dtypes(op: OpOverload, args: Sequence[Any], target: str) -> None:
 def uses_onednn(tensor: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> bool:
     """Tell whether the CPU would leave a convolution to oneDNN; `how` are its further arguments."""
     # Of the tensors only shapes and dtypes matter: one element is enough.
-    on_cpu = [
-        None if given is None else given.new_empty((), device="cpu").expand(given.shape) for given in (tensor, weight, bias)
-    ]
+    on_cpu = [None if it is None else it.new_empty((), device="cpu").expand(it.shape) for it in (tensor, weight, bias)]
     backend = torch_private.select_conv_backend(*on_cpu, *how, bias_sizes=None)
     return "Slow" not in str(backend)  # torch has not given all of oneDNN's a name
 
@@ -399,9 +395,7 @@ class TargetMode(TorchFunctionMode):
         fused_broadcast_heads()
         fused_take_three_dims()
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         route = self._routes.get(function)
         if route is None:
             route = self._routes[function] = self._route(function)
