@@ -16,25 +16,8 @@ from torch.optim import Optimizer
 from memkit.core import torch_private
 from memkit.core.torch_state import is_dtensor, local_of
 from memkit.device import default_generator
-from memkit.optimizers import KeptState, kept_states, needs_master
-from memkit.optimizers.shells import (
-    Changes,
-    Group,
-    are_alike,
-    changes_of_group,
-    changes_of_shell,
-    differing,
-    emptied,
-    may_be_written,
-    needs_closure,
-    own_attributes,
-    own_group,
-    put_in_train_mode,
-    shell_of,
-    step_of,
-    told_apart,
-    versions_in,
-)
+from memkit.optimizers import KeptState, kept_states, needs_master, shells
+from memkit.optimizers.shells import Changes, Group
 from memkit.plan.states import WINDOW_NUMEL
 
 _MOST_GROUPS = 8
@@ -92,7 +75,7 @@ def refuse_by_kind(optimizer: object) -> None:
         hint = f". Pass what it wraps: .optimizer, a {type(inner).__name__}" if inner is not None else ""
         raise TypeError(f"StateOffload needs a torch.optim.Optimizer; found {type(optimizer).__name__}{hint}")
     name = type(optimizer).__name__
-    if needs_closure(optimizer):
+    if shells.needs_closure(optimizer):
         raise ValueError(
             f"StateOffload steps parameters in pieces, and {name} needs a closure, which it evaluates several times within a "
             "step. Use an optimizer whose step works without one"
@@ -208,7 +191,10 @@ class Trial:
                             name: _part(value, local_of(first), small[-1], start) for name, value in entries.items()
                         }
                     start += values.numel()
-            trial = {name: told_apart(value, len(group["params"])) for name, value in own_group(optimizer, group).items()}
+            trial = {
+                name: shells.told_apart(value, len(group["params"]))
+                for name, value in shells.own_group(optimizer, group).items()
+            }
             if "param_names" in group:
                 trial["param_names"] = [f"parameter {index}" for index in range(len(small))]
             if torch_device.type == "cpu" and trial.get("capturable"):
@@ -216,10 +202,10 @@ class Trial:
             self.groups.append({**trial, "params": small})
         self.parameters = [parameter for group in self.groups for parameter in group["params"]]
         self.generator = generator
-        self.attributes = own_attributes(optimizer)
+        self.attributes = shells.own_attributes(optimizer)
         shell = self._shell(self.groups, self.state)
-        put_in_train_mode(shell)
-        self.attributes.update(changes_of_shell(vars(optimizer), shell))
+        shells.put_in_train_mode(shell)
+        self.attributes.update(shells.changes_of_shell(vars(optimizer), shell))
 
     def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
         size = [min(length, _LARGEST_SIDE) for length in parameter.size()]
@@ -233,25 +219,25 @@ class Trial:
                 group["params"][0].grad = None
 
     def _shell(self, groups: list[Group], state: dict[Any, Any]) -> Optimizer:
-        shell = shell_of(self._optimizer, groups, state)
+        shell = shells.shell_of(self._optimizer, groups, state)
         vars(shell).update(self.attributes)
         return shell
 
     def step_none(self) -> None:
-        step_of(self._optimizer)(self._shell([emptied(group) for group in self.groups], defaultdict(dict)))
+        shells.step_of(self._optimizer)(self._shell([shells.emptied(group) for group in self.groups], defaultdict(dict)))
 
     def step_all(self, *, leaves_out: bool) -> None:
         self._give_gradients(leaves_out=leaves_out)
         shell = self._shell(self.groups, self.state)
-        step_of(self._optimizer)(shell)
-        self.attributes.update(changes_of_shell(vars(self._optimizer), shell))
+        shells.step_of(self._optimizer)(shell)
+        self.attributes.update(shells.changes_of_shell(vars(self._optimizer), shell))
 
     def step_each(self, *, leaves_out: bool) -> str | None:
         self._give_gradients(leaves_out=leaves_out)
         found: dict[int, Changes] = {}
         of_optimizer: Changes | None = None
         for number, group in enumerate(self.groups):
-            versions = versions_in(group)
+            versions = shells.versions_in(group)
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -261,19 +247,19 @@ class Trial:
                     state[parameter] = self.state[parameter]
                 shell = self._shell([cut], state)
                 before = {**vars(shell)}
-                step_of(self._optimizer)(shell)
+                shells.step_of(self._optimizer)(shell)
                 others = [key for key in state if key is not parameter]
                 if others:
                     return f"state ({others[0]!r}, which is of no parameter)"
                 self.state[parameter] = state[parameter]
-                changes = changes_of_group(group, cut)
-                name = differing(found.setdefault(number, changes), changes)
-                own = changes_of_shell(before, shell)
+                changes = shells.changes_of_group(group, cut)
+                name = shells.differing(found.setdefault(number, changes), changes)
+                own = shells.changes_of_shell(before, shell)
                 of_optimizer = own if of_optimizer is None else of_optimizer
-                name = name or differing(of_optimizer, own)
+                name = name or shells.differing(of_optimizer, own)
                 if name is not None:
                     return f'"{name}"'
-            if versions_in(group) != versions:
+            if shells.versions_in(group) != versions:
                 return "entry of its groups, a tensor that is written to in place,"
         for number, changes in found.items():
             self.groups[number].update(changes)
@@ -291,11 +277,11 @@ class Trial:
 
     def differs_in_groups(self, other: Trial) -> str | None:
         for group, others_group in zip(self.groups, other.groups, strict=True):
-            for name in changes_of_group(group, others_group):
+            for name in shells.changes_of_group(group, others_group):
                 return f'entry of its groups ("{name}")'
         known = vars(self._optimizer)
         for name, value in {**known, **self.attributes}.items():
-            if may_be_written(name, value) and not are_alike(value, other.attributes.get(name, known.get(name))):
+            if shells.may_be_written(name, value) and not shells.are_alike(value, other.attributes.get(name, known.get(name))):
                 return f'attribute ("{name}")'
         return None
 
@@ -406,7 +392,7 @@ class _CutTrial(Trial):
             if isinstance(value, Tensor) and value.dim():
                 if not _is_made_of(value, parts, parameter):
                     return False
-            elif not all(are_alike(value, part) for part in parts):
+            elif not all(shells.are_alike(value, part) for part in parts):
                 return False
         return True
 
