@@ -23,8 +23,8 @@ DTYPES = {
     **dict.fromkeys(("complex64", "c64"), "complex64"),
 }
 
-
 Input = tuple[str, tuple[int, ...], str | None]  # its keyword or "", its shape, and torch's name of its dtype
+SPEC_FORMS = "torchvision:NAME, timm:NAME, hf:CONFIG.json or package.module:factory"
 
 
 def input_of(text: str) -> Input:
@@ -38,9 +38,6 @@ def input_of(text: str) -> Input:
     if colon and dtype_text not in DTYPES:
         raise argparse.ArgumentTypeError(f"knows no dtype {dtype_text!r}; it knows {', '.join(DTYPES)}")
     return name if equals else "", tuple(map(int, sizes)), DTYPES[dtype_text] if colon else None
-
-
-SPEC_FORMS = "torchvision:NAME, timm:NAME, hf:CONFIG.json or package.module:factory"
 
 
 def nearest_spec(text: str) -> str:

@@ -23,9 +23,9 @@ from memkit.transfer.lanes import measure_beside_copies, measure_both_ways
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-
 _UPDATE_THREADS = (1, 4, 8, 16)
 _BOTH_S = 1.0  # copies and updates run at once for about this many seconds
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,6 @@ class _Block:
         self.parameter.grad.copy_(self.gradient)
         self.optimizer.step()
         self.weight.copy_(self.parameter.detach())
-
-
-_Value = TypeVar("_Value")
 
 
 @contextmanager

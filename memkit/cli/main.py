@@ -24,9 +24,8 @@ from memkit.removed import removed, removed_command
 
 _TARGETS = ("cuda", "cpu")
 _SORT_KEYS = ("activation", "self", "params", "calls", "peak", "forward", "backward", "name")
-"""The values that `profile_memory`, `MemoryReport.to_text` and `plan_memory` accept."""
-
 _logger = logging.getLogger("memkit.cli.main")
+_OF_MODEL = ("memkit: raised ", "memkit: out of memory ")  # prefixes of the notes on exceptions that a model has raised
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,9 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-_OF_MODEL = ("memkit: raised ", "memkit: out of memory ")  # prefixes of the notes on exceptions that a model has raised
-
-
 def _fail(message: str, *, status: int = 2) -> int:
     print(f"memkit: error: {message}", file=sys.stderr)
     return status
@@ -93,16 +89,14 @@ def _parser() -> argparse.ArgumentParser:
         inputs="one of the model's inputs, such as 256x3x224x224 or 8x2048:int64, or by keyword, such as input_ids=8x2048; "
         "repeat for more, at least one",
     )
-    profile.add_argument(
-        "--device", choices=("meta", "cpu", "cuda"), help="where to run; default: cuda if there is one, else meta"
-    )
+    told = "where to run; default: cuda if there is one, else meta"
+    profile.add_argument("--device", choices=("meta", "cpu", "cuda"), help=told)
     profile.add_argument("--target", choices=_TARGETS, help="with --device meta: whose kernels to imitate; default: cuda")
     _add_dtypes(profile, of_autocast="with --device meta as the target's autocast would")
     profile.add_argument("--backward", action="store_true", help="run the backward as well, from the sum of the outputs")
     _add_answers(profile)
-    profile.add_argument(
-        "--optimizer", metavar="NAME", help="count the gradients, and the states of this optimizer, such as adamw"
-    )
+    told = "count the gradients, and the states of this optimizer, such as adamw"
+    profile.add_argument("--optimizer", metavar="NAME", help=told)
     _add_file(profile, "--html", "run the backward as well, and draw the step and its modules on a page for any browser")
     _add_view(profile)
     profile.set_defaults(command="profile")
@@ -132,12 +126,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: memkit bench machine --save my_gpu.json",
     )
     _add_file(machine, "--save", "write what was measured to FILE")
-    machine.add_argument(
-        "--device", default="cuda", metavar="DEVICE", help='which; default: cuda. "cpu" rehearses on memkit\'s reference device'
-    )
-    machine.add_argument(
-        "--disk", type=Path, metavar="DIR", help="measure the disk of this directory, too; takes 2.2 GiB there"
-    )
+    told = 'which; default: cuda. "cpu" rehearses on memkit\'s reference device'
+    machine.add_argument("--device", default="cuda", metavar="DEVICE", help=told)
+    told = "measure the disk of this directory, too; takes 2.2 GiB there"
+    machine.add_argument("--disk", type=Path, metavar="DIR", help=told)
     machine.set_defaults(command="bench_machine")
     for command in (*(it for it in commands.choices.values() if it is not bench), *benches.choices.values()):
         command.add_argument("--debug", action="store_true", help="show the traceback of a failure")
@@ -210,9 +202,8 @@ def _add_plan(commands: Any) -> None:  # argparse's subparsers, whose class is p
 
 def _add_answers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peak", action="store_true", help="list what is alive at the peak of the step, instead of the table")
-    parser.add_argument(
-        "--fit", type=arguments.size, metavar="SIZE", help="does the step fit in this, such as 12GiB, and with which feature?"
-    )
+    told = "does the step fit in this, such as 12GiB, and with which feature?"
+    parser.add_argument("--fit", type=arguments.size, metavar="SIZE", help=told)
     parser.add_argument("--gpu", metavar="NAME|FILE", help="the GPU that --fit predicts for, or whose memory it is to fit in")
     _add_file(parser, "--json", "write the whole report to FILE; - is standard output")
     parser.add_argument("--csv", nargs="?", action=_RefusedCsv, help=argparse.SUPPRESS)

@@ -26,6 +26,8 @@ from memkit.profile.alive import AliveStorage, MemoryCategory
 from memkit.profile.optimizer_states import state_bytes_of
 from memkit.weights.selection import find_layers
 
+_logger = logging.getLogger("memkit.cli.main")
+
 
 def shards_of(model: nn.Module, num_ranks: int, *, optimizer: str | None, offload: bool = False) -> ShardPlan:
     """Return the bytes that the first of `num_ranks` ranks takes of a model and an optimizer, one layer gathered ahead."""
@@ -79,12 +81,7 @@ def _layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _sharded(parameters: Iterable[nn.Parameter]) -> list[ShardedParameter]:
-    return [
-        ShardedParameter(shape=tuple(item.shape), itemsize=item.itemsize, is_trained=item.requires_grad) for item in parameters
-    ]
-
-
-_logger = logging.getLogger("memkit.cli.main")
+    return [ShardedParameter(shape=tuple(it.shape), itemsize=it.itemsize, is_trained=it.requires_grad) for it in parameters]
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -154,11 +151,7 @@ def _largest_batch(
         return traced[batch]
 
     plain = largest(lambda batch: of(batch).plain_peak_bytes, budget_bytes, begin=begin, most=7)
-    planned = largest(lambda batch: JointPlanner(of(batch)).least().peak_bytes, budget_bytes, begin=max(plain[0], 1), most=7)
+    best = largest(lambda batch: JointPlanner(of(batch)).least().peak_bytes, budget_bytes, begin=max(plain[0], 1), most=7)
     return LargestBatch(
-        budget_bytes=budget_bytes,
-        num_plain=plain[0],
-        num_planned=planned[0],
-        is_plain_found=plain[1],
-        is_planned_found=planned[1],
+        budget_bytes=budget_bytes, num_plain=plain[0], num_planned=best[0], is_plain_found=plain[1], is_planned_found=best[1]
     )

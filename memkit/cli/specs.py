@@ -26,6 +26,7 @@ from memkit.profile.step import NEEDS_NONE, is_out_of_memory
 
 _T = TypeVar("_T")
 _logger = logging.getLogger("memkit.cli.main")
+_LANGUAGE = ("CausalLM", "Seq2SeqLM", "SpeechSeq2Seq", "ImageTextToText", "PreTraining")  # of such as GPT2LMHeadModel
 
 
 class UsageError(MemkitError):
@@ -43,7 +44,8 @@ def build_model(spec: str, device: torch.device) -> nn.Module:
         return model
 
     try:
-        factory = _FACTORIES[place](name) if place in _FACTORIES else _factory(place, name)
+        factories = {"torchvision": _torchvision_factory, "timm": _timm_factory, "hf": _transformers_factory}
+        factory = factories[place](name) if place in factories else _factory(place, name)
         if device.type != "meta":
             return built(factory).to(device)
         try:
@@ -96,10 +98,6 @@ def _timm_factory(name: str) -> Callable[[], Any]:
     return lambda: timm.create_model(name, pretrained=False)
 
 
-_LANGUAGE = ("CausalLM", "Seq2SeqLM", "SpeechSeq2Seq", "ImageTextToText", "PreTraining")
-"""Of architectures whose names do not end like the auto classes, such as GPT2LMHeadModel."""
-
-
 def _transformers_factory(name: str) -> Callable[[], Any]:
     path = Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
@@ -139,13 +137,6 @@ def _class_named(transformers: Any, config: Any, asked: str) -> Callable[[], Any
     if asked:
         raise UsageError(f"transformers {transformers.__version__} has no {asked}, which the configuration names")
     return lambda: transformers.AutoModel.from_config(config)
-
-
-_FACTORIES: dict[str, Callable[[str], Any]] = {
-    "torchvision": _torchvision_factory,
-    "timm": _timm_factory,
-    "hf": _transformers_factory,
-}
 
 
 @contextmanager

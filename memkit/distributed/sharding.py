@@ -38,6 +38,11 @@ if TYPE_CHECKING:
 
     from memkit.optimizers.steppers import ReducedSteps
 
+data_of = attrgetter(torch_private.FSDP_SHARD)  # what FSDP2 gathers: padded to the same length on all ranks, [numel]
+_own_of = attrgetter(f"sharded_param.{torch_private.LOCAL_TENSOR}")  # what the optimizer steps; it may be empty
+_gather_of = attrgetter(torch_private.FSDP_GATHER)
+_Model = TypeVar("_Model", bound=nn.Module)
+
 
 @dataclass(frozen=True, slots=True)
 class _ShardRegion:
@@ -50,8 +55,7 @@ class _ShardRegion:
         return tensor_over(storage, self.dtype, offset=offset, size=(self.numel,), stride=(1,))
 
 
-Layout = tuple[_ShardRegion, ...]
-"""The places of a layer's shards in its chunk. Layers whose shards lie alike have the identical object."""
+Layout = tuple[_ShardRegion, ...]  # of a layer's shards in its chunk; the identical object where shards lie alike
 
 
 class ShardBuffer:
@@ -62,13 +66,6 @@ class ShardBuffer:
         self.parts = byte_view(storage).split(TURN_BYTES)
         self.shards = [region.over(storage) for region in layout]
         self.done: Event
-
-
-data_of = attrgetter(torch_private.FSDP_SHARD)
-"""The shard that FSDP2 gathers of a parameter: padded to the same length on all ranks, as [numel]."""
-_own_of = attrgetter(f"sharded_param.{torch_private.LOCAL_TENSOR}")
-"""The rank's own part of that, in its shape, which the optimizer steps. It may be empty."""
-_gather_of = attrgetter(torch_private.FSDP_GATHER)
 
 
 class HostLayer:
@@ -197,17 +194,13 @@ class HostShards:
         self._lanes = lanes_of(device)
         self._arena = Arena(device)
         self._layouts: dict[Layout, Layout] = {}
-        self._spare: list[ShardBuffer] = []
-        """For layers that are yet to be brought in this forward or backward."""
-        self._packing: tuple[object, Stream] | None = None
-        """FSDP2's stream for packing, and the device's object for it, whose look-up takes as long as a copy."""
+        self._spare: list[ShardBuffer] = []  # for layers that are yet to be brought in this forward or backward
+        self._packing: tuple[object, Stream] | None = None  # FSDP2's stream, the device's (slow to look up)
         self._is_in_forward = False
-        self._last: Event | None = None
-        """Behind the last copy on the lane, until the host has waited for it."""
+        self._last: Event | None = None  # behind the last copy on the lane, until the host has waited for it
         self._end: BackwardEnd | None = None
         self._task = -1
-        self.layers: list[HostLayer] = []
-        """The groups that FSDP2 gathers: layers in running order, then the rest."""
+        self.layers: list[HostLayer] = []  # the groups that FSDP2 gathers: layers in running order, then the rest
         self._numbers: dict[int, int] = {}
         for function in (self._unshard, self._wait_for_unshard, self._reduce, self._begin, self._leave):
             leave_untraced(function)
@@ -239,8 +232,6 @@ class HostShards:
         model.register_forward_hook(self._leave, always_call=True)
         model.register_load_state_dict_pre_hook(self._wait)  # type: ignore[no-untyped-call]
         model.register_state_dict_pre_hook(self._wait)  # type: ignore[no-untyped-call]
-
-    # What FSDP2 calls
 
     def _unshard(self, layer: HostLayer, unshard: Callable[[bool], None], async_op: bool = False) -> None:
         """Begin to gather a layer, as `FSDPParamGroup.unshard`: it reads the shards, unless there is but one rank."""
@@ -300,8 +291,6 @@ class HostShards:
                 device.wait_event(brought.home, device.record_event(stream, timed=False))
         if self._is_reused(layer, brought):
             self._spare.append(brought)
-
-    # What comes to the device
 
     def _bring(self, layer: HostLayer) -> None:
         if layer.brought is not None:
@@ -398,7 +387,7 @@ class HostShards:
             self._device.synchronize(last)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Options:
     mesh: DeviceMesh
     frozen_dtype: torch.dtype | None
@@ -531,9 +520,6 @@ def _refuse_views_of_one(model: nn.Module) -> None:
             raise ValueError(f"shard: {found} are parameters over the same bytes, which shards would not share. Untie them")
 
 
-_Model = TypeVar("_Model", bound=nn.Module)
-
-
 def shard(
     model: _Model,
     *,
@@ -599,14 +585,7 @@ def shard(
             "torch.distributed.init_process_group() first; one process is a group as well"
         )
     over = _default_mesh() if mesh is None else mesh  # before ranks may raise: it chooses the device by LOCAL_RANK
-    options = _Options(
-        mesh=over,
-        frozen_dtype=frozen_dtype,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        reshard_after_forward=reshard_after_forward,
-        prefetch=prefetch,
-    )
+    options = _Options(over, frozen_dtype, mp_policy, offload_policy, reshard_after_forward, prefetch)
 
     def look() -> dict[str, nn.Module]:
         if not isinstance(model, nn.Module):

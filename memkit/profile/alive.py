@@ -200,17 +200,12 @@ class StepMemory:
         phases, categories = list(map(Phase, content["phases"])), list(map(MemoryCategory, content["categories"]))
         moments = tuple(Moment(phase=phases[phase], op=texts[op], module=texts[at]) for phase, op, at in content["moments"])
         storages = []
-        for category, module, what, num_bytes, begin, end in content["storages"]:
+        for kind, at, what, num_bytes, begin, end in content["storages"]:
             if not (0 <= begin <= end <= len(moments) and num_bytes >= 0):
                 raise ValueError(f"a storage of {num_bytes} bytes is there from {begin} to {end}, of {len(moments)} moments")
             storages.append(
                 AliveStorage(
-                    category=categories[category],
-                    module=texts[module],
-                    what=texts[what],
-                    num_bytes=num_bytes,
-                    begin=begin,
-                    end=end,
+                    category=categories[kind], module=texts[at], what=texts[what], num_bytes=num_bytes, begin=begin, end=end
                 )
             )
         return cls(moments=moments, storages=tuple(storages))
@@ -227,9 +222,7 @@ def grouped(items: Iterable[AliveItem], key: Callable[[AliveItem], Hashable]) ->
         groups.setdefault((item.category, key(item)), []).append(item)
     found = [
         (
-            replace(
-                group[0], num_bytes=sum(item.num_bytes for item in group), num_storages=sum(item.num_storages for item in group)
-            ),
+            replace(group[0], num_bytes=sum(it.num_bytes for it in group), num_storages=sum(it.num_storages for it in group)),
             list(dict.fromkeys(item.module for item in group)),
         )
         for group in groups.values()

@@ -17,6 +17,9 @@ from memkit.core.hooks import HookSet
 from memkit.device.base import Device, Event, MemoryCounter
 from memkit.profile.tree import ModuleTree
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_SPACE = ("depth", "height", "width")
+
 
 class Gauge:
     """Read when a module's call begins or ends. This one reads nothing: for warm-up runs, and if memory can't be counted."""
@@ -120,10 +123,6 @@ class TimeGauge(Gauge):
         return forward, backward
 
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_SPACE = ("depth", "height", "width")
-
-
 def _misfit(module: nn.Module, args: tuple[Any, ...]) -> str:
     """Return in words the shape that a module, or else its first convolution, needs, if the first argument does not fit."""
     if not args or not isinstance(args[0], Tensor):
@@ -154,9 +153,8 @@ def _needed(module: nn.Module) -> tuple[int | str, ...]:
 def _fits(found: tuple[int, ...], needed: tuple[int | str, ...]) -> bool:
     if needed[0] == "...":
         needed, found = needed[1:], found[1 - len(needed) :]
-    return len(found) == len(needed) and all(
-        isinstance(need, str) or size == need for size, need in zip(found, needed, strict=True)
-    )
+    pairs = zip(found, needed, strict=False)
+    return len(found) == len(needed) and all(isinstance(need, str) or size == need for size, need in pairs)
 
 
 class CallStack:

@@ -206,18 +206,12 @@ def _with_states(
         return
     problem = make_problem(trace, spec, optimizer_bytes=room_bytes)
     least_bytes, moving_s = problem.plain_peak_bytes, optimizer.state_bytes / spec.both_bytes_per_s
+    how = "moving optimizer states"
     if least_bytes <= budget_bytes:
-        found = FeatureFit(
-            feature=_STATES,
-            how="moving optimizer states",
-            peak_bytes=least_bytes,
-            step_s=problem.plain_s,
-            least_bytes=least_bytes,
-        )
+        found = FeatureFit(feature=_STATES, how=how, peak_bytes=least_bytes, step_s=problem.plain_s, least_bytes=least_bytes)
     elif all(feature.step_s is None for feature in features):
         mix = features[0]
-        how = f"moving optimizer states, {mix.how}"
-        found = _feature(JointPlanner(problem), f"{_STATES} and {mix.feature}", how, budget_bytes)
+        found = _feature(JointPlanner(problem), f"{_STATES} and {mix.feature}", f"{how}, {mix.how}", budget_bytes)
     else:
         return
     step_s = None if found.step_s is None else found.step_s + moving_s

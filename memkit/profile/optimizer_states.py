@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     OptimizerLike = str | torch.optim.Optimizer | type[torch.optim.Optimizer]
 
 _BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-"""Classes that step each element by itself, so that a large parameter's states can move in parts."""
 _AS_A_WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam)  # their states can't leave
 
 

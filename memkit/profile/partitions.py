@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _KINDS = ("cuda", "cpu")
+_here = threading.local()
 
 
 class Partition(NamedTuple):
@@ -57,7 +58,7 @@ def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float
             around.enter_context(dynamo.patch(error_on_nested_fx_trace=False))  # compiled code runs as it is
             return [_partition(block, args, kwargs, budget) for budget in budgets]
 
-    if _here.traces:
+    if getattr(_here, "traces", False):
         raise RuntimeError(f"{type(block).__name__} cannot be traced: another block is, of which it is a part")
     tracing = _tracer(os.getpid()).submit(run)
     try:
@@ -66,13 +67,6 @@ def partitions(block: nn.Module, args: Any, kwargs: Any, budgets: Iterable[float
         raise RuntimeError(f"{type(block).__name__} cannot be traced: {error!r}") from error
     finally:
         wait([tracing])  # after an interrupt as well: meanwhile no thread may compile
-
-
-class _Here(threading.local):
-    traces = False
-
-
-_here = _Here()
 
 
 @functools.cache

@@ -1,5 +1,4 @@
-"""The runs that a profile is made of, and the rows of a report. Memory and time are never taken in the same run: watching what
-is saved costs time, and would count as the model's."""
+"""The runs that a profile is made of, and a report's rows. No run takes both memory and time: to watch saves takes time."""
 
 from __future__ import annotations
 
@@ -22,17 +21,13 @@ _Log = TypeVar("_Log", bound=StorageLog)
 
 
 def module_records(
-    tree: ModuleTree,
-    watch: Watch,
-    saved: Iterable[SavedTensorRecord],
-    forward_s: Mapping[int, float],
-    backward_s: Mapping[int, float],
+    tree: ModuleTree, watch: Watch, kept: Iterable[SavedTensorRecord], forward_s: dict[int, float], backward_s: dict[int, float]
 ) -> tuple[ModuleRecord, ...]:
     parents = [*(node.parent for node in tree.nodes), None]
     below = children_of(parents)
     owners: dict[int, str] = {}  # each storage belongs to the module that saved it first
     self_bytes, num_storages, num_saves = Counter[str](), Counter[str](), Counter[str]()
-    for record in saved:
+    for record in kept:
         if record.category is not SavedCategory.PARAM_CAST:
             if record.storage not in owners:
                 owners[record.storage] = record.module

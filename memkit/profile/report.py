@@ -24,6 +24,9 @@ from memkit.profile.table import Comparison, compare, peak_text, peak_words
 from memkit.profile.tree import OUTSIDE_NAME, Shapes
 from memkit.removed import removed
 
+SCHEMA = "memkit.MemoryReport"
+SCHEMA_VERSION = 2
+
 
 class SavedCategory(str, Enum):
     """The kind of a saved storage. Parameters and buffers are not listed: they exist with or without a backward."""
@@ -143,10 +146,6 @@ class RunInfo:
     python_version: str
     allocator_config: str
     """`PYTORCH_ALLOC_CONF`, or `PYTORCH_CUDA_ALLOC_CONF`; "" if neither is set."""
-
-
-SCHEMA = "memkit.MemoryReport"
-SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,11 +437,9 @@ class MemoryReport:
             ReportFormatError: it is no memory report, or it was written by a newer memkit.
             OSError: the file cannot be read.
         """
-        content, where = read_json(
-            source, schema=SCHEMA, version=SCHEMA_VERSION, what="a memkit report", error=ReportFormatError
-        )
+        found, where = read_json(source, schema=SCHEMA, version=SCHEMA_VERSION, what="a memkit report", error=ReportFormatError)
         try:
-            return _report_from(content)
+            return _report_from(found)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ReportFormatError(f"{where} is not a whole memkit report: {type(error).__name__}: {error}") from error
 

@@ -222,15 +222,9 @@ def _check_sync(module: Any) -> None:
 
 
 def with_others(
-    work: Callable[[], _Value],
-    shards: Shards,
-    *,
-    doing: str,
-    around: Callable[[], AbstractContextManager[None]],
-    checks: bool = True,
+    work: Callable[[], _Value], shards: Shards, *, doing: str, around: Callable[[], AbstractContextManager[None]], checks: bool
 ) -> _Value:
-    """Run a step with FSDP2 on every rank; with `checks`, ranks wait for each other before each collective, to raise
-    together."""
+    """Run a step with FSDP2 on every rank; with `checks`, ranks wait for each other before each collective."""
     if not shards:
         with around():
             return work()

@@ -25,6 +25,10 @@ from memkit.profile.calls import BackwardGraph, CallStack
 from memkit.profile.sharded import NOTHING_SHARDED, Shards
 from memkit.profile.tree import OUTSIDE_NAME, ROOT, ROOT_NAME, ModuleTree
 
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+USE_META = 'Use device "meta", which needs none'
+NEEDS_NONE = 'the meta device needs none (device="meta", --device meta)'
+
 
 @contextmanager
 def preserved(modules: Iterable[nn.Module], torch_device: torch.device, *, contents: bool) -> Iterator[None]:
@@ -96,15 +100,8 @@ class _ModuleState:
             attributes.update(self._attributes)
 
 
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-
-
 def nothing(*_: object) -> None:
     pass
-
-
-USE_META = 'Use device "meta", which needs none'
-NEEDS_NONE = 'the meta device needs none (device="meta", --device meta)'
 
 
 def is_out_of_memory(error: Exception) -> bool:

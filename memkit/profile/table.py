@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from memkit.profile.report import MemoryReport, ModuleRecord
     from memkit.profile.tree import Shapes
 
-
 _UNSEEN = "other tensors, workspaces and rounding"
 _NEEDS_STEP = "what is alive at the peak of the step is known of a profile with backward=True (--backward)"
 _NEEDS_EAGER = "what is alive at the peak cannot be told, since torch.compile runs a part of the model; profile it before that"
+_IN_FULL = ("self", "share", "saves", "dtype", "backward", "backward peak")
+_TIME = "forward and backward"
+_PEAK = "peak of the step"
 
 
 def peak_words(report: MemoryReport) -> str | None:
@@ -31,12 +33,10 @@ def peak_words(report: MemoryReport) -> str | None:
     if peak_bytes is None:
         return None
     unit, unit_bytes = unit_of(peak_bytes)
-    begin = f"Of {peak_bytes / unit_bytes:.1f} {unit} at the peak of the step"
+    size = f"{peak_bytes / unit_bytes:.1f} {unit}"
     memory = report.step_memory
     if memory is None or not memory.moments:
-        return (
-            None if memory is not None else f"The step takes {peak_bytes / unit_bytes:.1f} {unit} at its peak; {_NEEDS_EAGER}."
-        )
+        return None if memory is not None else f"The step takes {size} at its peak; {_NEEDS_EAGER}."
     shown, rest, least = [], peak_bytes, max(0.005 * peak_bytes, 0.05 * unit_bytes)  # less would print as 0.0
     for category, num_bytes in memory.category_bytes(memory.peak).items():
         if num_bytes >= least:
@@ -46,7 +46,7 @@ def peak_words(report: MemoryReport) -> str | None:
         # a measured peak also has bytes of no tensor of the step
         others = _UNSEEN if peak_bytes > memory.peak_bytes else "others"
         shown.append(f"{others} {rest / unit_bytes:.1f}")
-    return f"{begin} ({where(memory.moments[memory.peak])}): {', '.join(shown)}."
+    return f"Of {size} at the peak of the step ({where(memory.moments[memory.peak])}): {', '.join(shown)}."
 
 
 def where(moment: Moment) -> str:
@@ -149,7 +149,6 @@ _COLUMNS = {
     "backward": _Column("backward time (ms)", lambda row, _: _ms(row.backward_s), goes=LAST + 4),
     "backward peak": _Column("backward peak (MiB)", lambda row, _: _mib(row.backward_peak_bytes), goes=LAST + 3),
 }
-_IN_FULL = ("self", "share", "saves", "dtype", "backward", "backward peak")
 
 SORT_KEYS = {
     "activation": "activation_bytes",
@@ -258,13 +257,9 @@ def _folded(rows: Sequence[ModuleRecord], depth: int | None) -> list[ModuleRecor
     positions: dict[int | None, int | None] = {index: position for position, index in enumerate(sorted(own))}
     return [
         replace(
-            rows[index],
-            parent=positions.get(rows[index].parent),
-            self_bytes=self_bytes,
-            num_storages=num_storages,
-            num_saves=num_saves,
+            rows[index], parent=positions.get(rows[index].parent), self_bytes=self_bytes, num_storages=stored, num_saves=saves
         )
-        for index, (self_bytes, num_storages, num_saves) in sorted(own.items())
+        for index, (self_bytes, stored, saves) in sorted(own.items())
     ]
 
 
@@ -398,10 +393,6 @@ class Comparison:
             return f"It made no difference: the {peak.name} went from {sizes}{took}."
         less = f"{100 * abs(peak.change):.0f} % {'less' if peak.change < 0 else 'more'}"
         return f"It {'helped' if self.helped else 'did not help'}: the {peak.name} went from {sizes}, {less}{took}."
-
-
-_TIME = "forward and backward"
-_PEAK = "peak of the step"
 
 
 def compare(before: MemoryReport, after: Any) -> Comparison:

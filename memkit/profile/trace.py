@@ -35,7 +35,6 @@ from memkit.recording.recording import Recording, names_of, step_of
 if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
 
-
 _KINDS = (  # the first that matches
     (OpKind.ATTENTION, re.compile(r"scaled_dot_product|(flash|efficient)_attention")),
     (OpKind.CONVOLUTION, re.compile(r"conv(?!ert)")),
@@ -45,7 +44,6 @@ _KINDS = (  # the first that matches
 )
 _UNFILLED = re.compile(r"^(new_)?empty")
 _SPARSE_READERS = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss2d_forward"})
-"""Ops that read at most as many bytes of their first argument as they write."""
 
 
 def work_of(op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> OpWork:
@@ -210,11 +208,8 @@ class _Tracer(StorageLog):
 
     def unpack(self, saves: SavedStorages, packed: Any) -> Tensor:
         if packed is None or (packed.traced is not None and self._is_forward and torch_private.backward_task() != -1):
-            found = (
-                "asks for what autograd has saved"
-                if packed is None
-                else ("runs a backward of its own (as for the gradient of an input)")
-            )
+            own = "runs a backward of its own (as for the gradient of an input)"
+            found = "asks for what autograd has saved" if packed is None else own
             raise ProfileError(
                 f"a trace needs one forward and then one backward; found a forward that {found}. Profile with trace=False"
             )

@@ -30,6 +30,8 @@ from memkit.profile.tree import OUTSIDE_NAME, ROOT_NAME, Mark, ModuleTree, Signa
 if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
 
+_PACKING = "fsdp.all_gather_copy_in"
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -178,16 +180,14 @@ class StorageLog(MemoryCounter):
             moments.append(Moment(phase=Phase.OPTIMIZER_STEP, op=f"{optimizer}.step", module=OUTSIDE_NAME))
         storages = [replace(state, begin=0, end=len(moments)) for state in states]
         outlive = (MemoryCategory.PARAM, MemoryCategory.BUFFER, MemoryCategory.INPUT, MemoryCategory.GRAD)
-        found = list[AliveStorage]()
+        own = list[AliveStorage]()
         for it in self._entries:
             end = num_ops if it.end is None else it.end
             if end == num_ops and it.category in outlive and not (it.is_gathered and it.end is not None):
                 end = len(moments)
             size, begin = it.num_bytes, it.begin
-            found.append(
-                AliveStorage(category=it.category, module=it.module, what=it.what, num_bytes=size, begin=begin, end=end)
-            )
-        alive = tuple(it for it in [*found, *storages] if it.begin < it.end and it.num_bytes)
+            own.append(AliveStorage(category=it.category, module=it.module, what=it.what, num_bytes=size, begin=begin, end=end))
+        alive = tuple(it for it in [*own, *storages] if it.begin < it.end and it.num_bytes)
         return StepMemory(moments=tuple(moments), storages=alive)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -230,17 +230,12 @@ class StorageLog(MemoryCounter):
         return forget
 
     def _tell(
-        self,
-        storage: torch.UntypedStorage,
-        category: MemoryCategory,
-        module: str = "",
-        what: str = "",
-        is_gathered: bool = False,
+        self, storage: torch.UntypedStorage, category: MemoryCategory, row: str = "", what: str = "", is_gathered: bool = False
     ) -> None:
         """Say what a storage is for, if that is not known."""
         _, entry = self._live.get(storage_key(storage), (None, None))
         if entry is not None and entry.category is MemoryCategory.TEMP:
-            entry.category, entry.module, entry.what = category, module or entry.module, what or entry.what
+            entry.category, entry.module, entry.what = category, row or entry.module, what or entry.what
             entry.is_gathered = is_gathered
 
     def _module(self) -> str:
@@ -250,9 +245,6 @@ class StorageLog(MemoryCounter):
         if self._stack is None or self._stack.in_backward:
             return Phase.BACKWARD
         return Phase.LOSS if self._stack.current == self._stack.outside else Phase.FORWARD
-
-
-_PACKING = "fsdp.all_gather_copy_in"
 
 
 class ParamCasts:
@@ -397,9 +389,7 @@ class Watch(Mode):
         self.forward_peak_bytes: int | None = None
         self.backward_peak_bytes: int | None = None
 
-    def __torch_dispatch__(
-        self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         outputs = op(*args, **(kwargs or {}))
         if self.log is not None:
             self.log.saw(op, args, kwargs or {}, outputs)

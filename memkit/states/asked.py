@@ -25,6 +25,7 @@ from memkit.states.trial import refuse_by_kind
 from memkit.transfer.disk import Disk
 
 _opened = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple["weakref.ref[Any]", "weakref.finalize[..., Any]"]]()
+_UPDATES = ("auto", "device", "host")
 
 
 def claim(optimizer: torch.optim.Optimizer, states: Any) -> None:
@@ -69,12 +70,7 @@ def weakly(method: Callable[..., Any], *, when_gone: Callable[[], object] = lamb
     return call
 
 
-_UPDATES = ("auto", "device", "host")
-
-
-def check_options(
-    *, update: str, master: torch.dtype | None, when: str, overlap_forward: bool, disk: Disk | None = None
-) -> None:
+def check_options(*, update: str, master: torch.dtype | None, when: str, overlap_forward: bool, disk: Disk | None) -> None:
     if update == "both":
         raise ValueError(removed('StateOffload(update="both")', 'use "device", or "host" with a device_budget'))
     if update not in _UPDATES:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from memkit.core.tensors import parts_of
 from memkit.core.torch_state import local_of
@@ -23,12 +24,11 @@ from memkit.transfer.host_memory import refusal_of
 if TYPE_CHECKING:
     from memkit.states.state_offload import Members
 
-
 _HOST = torch.device("cpu")
 
 
 class StatesAtRest:
-    def __init__(self, optimizer: torch.optim.Optimizer, device: Device, host: HostStates, disk: DiskStates) -> None:
+    def __init__(self, optimizer: Optimizer, device: Device, host: HostStates, disk: DiskStates) -> None:
         self._optimizer, self._device, self._host, self._disk = optimizer, device, host, disk
         self._has_warned = False
 
@@ -132,12 +132,8 @@ class StatesAtRest:
             elif piece.plan.is_on_disk:
                 copies, piece.layout = piece.copies, None
                 self._disk.forget(copies, piece)
-            elif (
-                (layout := piece.layout) is not None
-                and tensors == layout.tensors
-                and all(map(layout.is_in_place, range(len(rows))))
-            ):
-                for row, mine in zip(rows, layout.host, strict=True):
+            elif (now := piece.layout) is not None and tensors == now.tensors and all(map(now.is_in_place, range(len(rows)))):
+                for row, mine in zip(rows, now.host, strict=True):
                     for name, value in row.items():
                         if value is not mine[name]:
                             copy_state(mine[name], value)
@@ -281,23 +277,19 @@ def _own_copy(tensor: Tensor, torch_device: torch.device) -> Tensor:
         return moved_state(tensor, torch_device)
 
 
-def put_states(
-    loaded: Mapping[str, Any], optimizer: torch.optim.Optimizer, members: Members, torch_device: torch.device
-) -> None:
+def put_states(loaded: Mapping[str, Any], optimizer: Optimizer, members: Members, torch_device: torch.device) -> None:
     """Put loaded states where they belong, each in its own precision and not by way of the device."""
     owned = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
     found = dict(zip(chain.from_iterable(group["params"] for group in loaded["param_groups"]), owned, strict=True))
     state = optimizer.state
     masters = {id(record.parameter) for piece in members.pieces for record in piece.records if record.has_master}
-    for key, entries in dict(loaded["state"]).items():
+    for key, given in dict(loaded["state"]).items():
         if key not in found:
-            state[key] = entries
+            state[key] = given
             continue
         group, parameter = found[key]
         dtypes = {} if id(parameter) in masters else {item.name: item.dtype for item in members.kept.get(id(parameter), ())}
-        state[parameter] = {
-            name: _placed(name, value, group, torch_device, dtypes.get(name)) for name, value in entries.items()
-        }
+        state[parameter] = {name: _placed(name, value, group, torch_device, dtypes.get(name)) for name, value in given.items()}
     optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
 
 

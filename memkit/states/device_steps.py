@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from memkit.core import torch_private
 from memkit.core.interrupts import do_at_once
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from memkit.states.memory import DiskStates, HostStates
 
 Stepped = tuple[StateRecord, Tensor, dict[Any, Any]]
-
 
 _FIRST = itemgetter(0)
 
@@ -92,14 +92,7 @@ class Undo:
 
 class DeviceSteps:
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        device: Device,
-        slots: StateSlots,
-        host: HostStates,
-        disk: DiskStates,
-        *,
-        undo_bytes: int,
+        self, optimizer: Optimizer, device: Device, slots: StateSlots, host: HostStates, disk: DiskStates, *, undo_bytes: int
     ) -> None:
         self._optimizer, self.slots, self._host, self.disk = optimizer, slots, host, disk
         self._undo = Undo(device, undo_bytes)

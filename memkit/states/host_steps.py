@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from memkit.core import torch_private
 from memkit.core.forks import OwnThreads, forked
@@ -47,6 +48,9 @@ from memkit.transfer.lanes import Lanes, Transfer
 
 Entries = dict[Any, Any]
 WORD_BYTES = 8
+Traits = tuple[object, ...]  # what the route of a due parameter depends on
+_BETWEEN_BYTES = 16  # parameters with float32 copies begin at multiples of this: a kernel reads as many bytes at once
+_HOST = torch.device("cpu")
 
 
 def _signed(number: int) -> int:
@@ -58,8 +62,7 @@ _ROUNDS = ((30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB)),
 
 
 def take_fingerprint(words: Tensor, scratch: tuple[Tensor, Tensor], found: Tensor) -> None:
-    """Write a fingerprint of some words: a change of any bit changes it, but for one case in 2**64. Source: Steele, Lea,
-    Flood, Fast Splittable Pseudorandom Number Generators (2014), and Stafford's variant 13 of its mixing (SplitMix64)."""
+    """Write what a change of any bit changes, but for one case in 2**64. Source: SplitMix64 by Stafford's variant 13."""
     mixed, shifted = scratch
     torch.arange(words.numel(), out=mixed, device=mixed.device)
     mixed.mul_(_GOLDEN).add_(words)
@@ -71,13 +74,6 @@ def take_fingerprint(words: Tensor, scratch: tuple[Tensor, Tensor], found: Tenso
     torch.sum(mixed, dim=0, keepdim=True, out=found)
 
 
-Traits = tuple[int, torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...], bool]
-"""A due parameter's traits that its route depends on: record, dtype, layout, gradient's strides, whether a copy is stepped."""
-
-_BETWEEN_BYTES = 16
-"""Parameters with float32 copies begin at multiples of this: a kernel reads as many bytes at once."""
-
-
 def traits_of(record: StateRecord) -> Traits:
     parameter, grad = local_of(record.parameter), local_gradient(record.parameter)
     assert grad is not None
@@ -86,20 +82,12 @@ def traits_of(record: StateRecord) -> Traits:
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Byte sections of a slot, one behind the other, and of the host memory that they are copied to and from.
+    """Sections of a slot, in this order, and of its host memory; a name with `_at` is a section's first byte."""
 
-    1. float32: gradients, cast to float32, to the host; float32 copies of parameters to the device;
-    2. fingerprints: two, of the parameters in section 4;
-    3. plain: parameters that are stepped themselves, then as many bytes for their gradients;
-    4. rounded: parameters with float32 copies, copied to the host only where somebody may have written to them.
-
-    A name with `_at` is a section's first byte.
-    """
-
-    float32_bytes: int
-    fingerprint_bytes: int
-    plain_bytes: int
-    rounded_bytes: int
+    float32_bytes: int  # gradients, cast to float32, to the host; float32 copies of parameters to the device
+    fingerprint_bytes: int  # two, of the parameters in `rounded_bytes`
+    plain_bytes: int  # of parameters that are stepped themselves; as many bytes for their gradients follow
+    rounded_bytes: int  # parameters with float32 copies, copied to the host only where somebody may have written to them
 
     @classmethod
     def of(cls, piece: Piece) -> Sections:
@@ -115,12 +103,8 @@ class Sections:
         )
 
     @property
-    def fingerprints_at(self) -> int:
-        return self.float32_bytes
-
-    @property
     def plain_at(self) -> int:
-        return self.fingerprints_at + self.fingerprint_bytes
+        return self.float32_bytes + self.fingerprint_bytes
 
     @property
     def rounded_at(self) -> int:
@@ -187,22 +171,15 @@ class Route:
     """
 
     def __init__(
-        self,
-        piece: Piece,
-        due: list[Traits],
-        sections: Sections,
-        storage: torch.UntypedStorage,
-        room: Span,
-        stepped: Tensor | None,
+        self, piece: Piece, due: list[Traits], sections: Sections, slot: StateSlot, room: Span, stepped: Tensor | None
     ) -> None:
-        self.storage, self.room, self.due, self.sections = storage, room, due, sections
+        self.storage, self.room, self.due, self.sections = slot.storage, room, due, sections
+        storage = slot.storage
         self._stepped = stepped
-        self._known: tuple[Layout, list[int]] | None = None
-        """The layout whose parameters the last fingerprint is of, and the versions of its float32 copies then."""
+        self._known: tuple[Layout, list[int]] | None = None  # of the last fingerprint: versions of float32 copies
         self.is_known = False
         self.has_parameters = True
-        self.brought_bytes = 0
-        """Bytes of those that the thread has copied later, since they were written to."""
+        self.brought_bytes = 0  # bytes of those that the thread has copied later, since they were written to
         self._records = list(piece.due)
         self._numbers = [record.index for record in piece.due]
         self.state: dict[Any, Entries] = defaultdict(dict)
@@ -210,8 +187,7 @@ class Route:
         self._entries: list[Entries] = []
         self._layout: Layout | None = None
         self._masters: list[Tensor | None] = []
-        self.before: list[tuple[Tensor, Tensor]] = []
-        """States that are not copied, each with a copy from before the step."""
+        self.before: list[tuple[Tensor, Tensor]] = []  # states that are not copied, each with a copy from before the step
         self._is_at_home = self.has_all_copies = False
         self._to_host: dict[bool, CopyRange] = {}
         self._way_back: WayBack | None = None
@@ -227,8 +203,8 @@ class Route:
             num_words = sections.rounded_bytes // WORD_BYTES
             self._words = _words(storage, sections.rounded_at, num_words)
             self._scratch = _words(storage, 0, num_words), _words(storage, sections.rounded_bytes, num_words)
-            self._fingerprints = _words(storage, sections.fingerprints_at, 2 if self.has_copies else 0)
-            self._host_fingerprints = _words(storage_of_part(room.whole), sections.fingerprints_at, 2 if self.has_copies else 0)
+            self._fingerprints = _words(storage, sections.float32_bytes, 2 if self.has_copies else 0)
+            self._host_fingerprints = _words(storage_of_part(room.whole), sections.float32_bytes, 2 if self.has_copies else 0)
             self._gaps = list(self._gaps_between(storage))
 
     def _gaps_between(self, storage: torch.UntypedStorage) -> Iterator[Tensor]:
@@ -277,8 +253,6 @@ class Route:
     def rows_of(self, layout: Layout | None) -> list[dict[str, Any]] | None:
         return None if layout is None else [layout.host[number] for number in self._numbers]
 
-    # On the device
-
     def compare(self, layout: Layout | None) -> None:
         """Take the fingerprint of the parameters in the slot, before gradients are there, to find foreign writes."""
         self.is_known = self._known is not None and layout is self._known[0] and self._versions(layout) == self._known[1]
@@ -301,8 +275,6 @@ class Route:
         """Return the versions of float32 copies. The optimizer writes to other aliases, whose writes count apart."""
         masters = [layout.host[number].get(MASTER) for number in self._numbers]
         return [-1 if master is None else version_of(master) for master in masters]
-
-    # On the host
 
     def is_unwritten(self) -> bool:
         if not self.is_known:
@@ -363,9 +335,8 @@ class Route:
         """Tell whether a step wrote its results in place, where the layout says. Then `rows` are the results."""
         if not self._is_at_home:
             return False
-        for key, master, parameter, entries in zip(
-            self.stand_ins, self._masters, self.host_parameters, self._entries, strict=True
-        ):
+        rows = zip(self.stand_ins, self._masters, self.host_parameters, self._entries, strict=True)
+        for key, master, parameter, entries in rows:
             place = parameter if master is None else master
             if key.data_ptr() != place.data_ptr() or not are_same(self.state.get(key, {}), entries):
                 return False
@@ -402,9 +373,6 @@ def lie_as(leaving: Mapping[Any, Any], host: Mapping[str, Any]) -> bool:
     )
 
 
-_HOST = torch.device("cpu")
-
-
 class HostSteps:
     """Steps pieces on the host, in a thread: Ctrl-C comes before a step or after it, and the caller goes on feeding the device.
 
@@ -416,14 +384,7 @@ class HostSteps:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        device: Device,
-        lanes: Lanes,
-        slots: StateSlots,
-        host: HostStates,
-        *,
-        runs_ahead: bool = False,
+        self, optimizer: Optimizer, device: Device, lanes: Lanes, slots: StateSlots, host: HostStates, *, runs_ahead: bool
     ) -> None:
         self._optimizer, self._device, self._lanes = optimizer, device, lanes
         self._slots, self._host, self._runs_ahead = slots, host, runs_ahead
@@ -432,10 +393,8 @@ class HostSteps:
         self._out: dict[Piece, Transfer] = {}
         self._thread: OwnThreads | None = None
         self._running = dict[Piece, Future[None]]()
-        self._begun = dict[Piece, Event]()
-        """Set once the thread has turned to a piece, and is about to step it or to wait for its gradients."""
-        self._stepped: dict[int, Tensor] = {}
-        """On the device, by the id of a piece's plan: the fingerprint of the parameters as last stepped."""
+        self._begun = dict[Piece, Event]()  # set once the thread has turned to a piece: it may wait for its gradients
+        self._stepped: dict[int, Tensor] = {}  # on the device, by plan's id: fingerprints of parameters as last stepped
 
     def reserve(self, pieces: list[Piece]) -> None:
         """Take host memory for gradients and parameters, if their slots have none, and 8 device bytes for each fingerprint."""
@@ -644,7 +603,7 @@ class HostSteps:
         if room is None or room.num_bytes < sections.num_bytes:
             (room,) = self._host.take([sections.num_bytes])
             self._rooms[place] = room
-        route = self._routes[piece] = Route(piece, due, sections, slot.storage, room, self._stepped.get(id(piece.plan)))
+        route = self._routes[piece] = Route(piece, due, sections, slot, room, self._stepped.get(id(piece.plan)))
         return route
 
     def close(self) -> None:

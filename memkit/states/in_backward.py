@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from memkit.states.host_steps import HostSteps
     from memkit.states.stepping import Stepping
 
-
 _AHEAD = 3
-_HELD_BYTES = 256 * 2**20
-"""At most these bytes of gradients wait for their states: while the link brings these, the backward goes on."""
+_HELD_BYTES = 256 * 2**20  # bytes of gradients that may wait for their states: the backward goes on meanwhile
 
 
 class BackwardSteps(Accumulating):
@@ -45,8 +43,7 @@ class BackwardSteps(Accumulating):
     `_HELD_BYTES` are held, the stream waits for the oldest ones. When the backward is over, it waits for all.
     """
 
-    is_whole_step = False
-    """Whether a backward is a step, and the optimizer's own steps do nothing."""
+    is_whole_step = False  # whether a backward is a step, and the optimizer's own steps do nothing
 
     def __init__(
         self,
@@ -61,8 +58,7 @@ class BackwardSteps(Accumulating):
         self._optimizer, self._device, self._stepping = optimizer, device, stepping
         self._on_device, self._on_host, self._rest, self._follow_groups = on_device, on_host, rest, follow_groups
         self.stream = device.new_stream("step")
-        self._held: deque[tuple[Stream, Event, list[Tensor]]] = deque()
-        """The gradients' stream, the event behind the step, and the tensors that it reads, the gradient first."""
+        self._held: deque[tuple[Stream, Event, list[Tensor]]] = deque()  # steps' events, and what they read, gradient first
         self._held_bytes = 0
         self._end: backwards.BackwardEnd | None = None
         self._ends = set[backwards.BackwardEnd]()

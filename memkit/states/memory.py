@@ -100,10 +100,8 @@ class StateSlot:
         self.storage = storage
         self.num_bytes = storage.nbytes()
         self.piece: Piece | None = None
-        self.freed: Event | None = device.record_event(timed=False)
-        """Behind the last work on the computing stream that uses the slot; None where `left` comes behind that."""
-        self.arrived: Event | None = None
-        """Behind the last copy to the slot; None where `left` comes behind that."""
+        self.freed: Event | None = device.record_event(timed=False)  # behind the last work on it; None if `left` is
+        self.arrived: Event | None = None  # behind the last copy to the slot; None where `left` comes behind that
         self.left: Event | None = None
 
     def users(self) -> list[Event]:
@@ -256,13 +254,10 @@ class StateSlots:
 
 
 class Holds(enum.Enum):
-    """A buffer's bytes are none (NOTHING), also on the disk or coming from there (READ), nowhere else but perhaps in a slot
-    (DIRTY), or on their way to the disk or there (WRITTEN)."""
-
     NOTHING = enum.auto()
-    READ = enum.auto()
-    DIRTY = enum.auto()
-    WRITTEN = enum.auto()
+    READ = enum.auto()  # bytes that are also on the disk, or coming from there
+    DIRTY = enum.auto()  # nowhere else but perhaps in a slot
+    WRITTEN = enum.auto()  # on their way to the disk, or there
 
 
 class Buffer:
@@ -321,8 +316,6 @@ class DiskStates:
         if self.store.file.num_bytes < num_bytes:
             assert self._disk is not None
             self._disk.extend(self.store, num_bytes)
-
-    # Buffers
 
     def add_buffers(self, number: int, num_bytes: int) -> None:
         self.buffers += map(Buffer, self._host.take([rounded(num_bytes, HOST_PAGE_BYTES)] * number))
@@ -420,8 +413,6 @@ class DiskStates:
         if buffer is not None and buffer.holds not in (Holds.DIRTY, Holds.WRITTEN):
             self._end_transfer(buffer)
             buffer.part = None
-
-    # A step
 
     def tidy(self, pieces: Sequence[Piece]) -> None:
         """Begin a step, with no part on its way: write failed writes again, and forget chunks that no piece has any more."""

@@ -14,27 +14,15 @@ from torch import Tensor, nn
 from memkit.core import torch_private
 from memkit.core.torch_state import is_dtensor, local_of
 from memkit.errors import StateOffloadError
-from memkit.optimizers.shells import (
-    Changes,
-    Group,
-    StateDict,
-    changes_of_group,
-    changes_of_shell,
-    differing,
-    hollow_shell,
-    hooks_of,
-    shell_of,
-    step_of,
-    tensors_in,
-    versions_in,
-)
+from memkit.optimizers import shells
+from memkit.optimizers.shells import Changes, Group, StateDict
 from memkit.states.packing import described, lie_alike, local_gradient, note_written, shard_over
 
 if TYPE_CHECKING:
     from memkit.states.pieces import StateRecord
 
-
 Written = tuple[dict[int, Changes], Changes]
+_MEMBERS = ("params", "param_names")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +43,7 @@ class OneStep:
     def __init__(self, optimizer: torch.optim.Optimizer, *, copies: bool = False) -> None:
         self._optimizer = optimizer
         self._copies = copies
-        self._own: list[Group] = [*optimizer.param_groups]
-        """The user's groups: by the end of the step they may be elsewhere in `param_groups`, or not in there."""
+        self._own: list[Group] = [*optimizer.param_groups]  # the user's; by the end of the step they may be elsewhere
         self._groups: list[Group] = [*self._own]
         self._attributes: dict[str, Any] = {}
         if copies:  # it goes on with the present groups and attributes, even if they are set meanwhile
@@ -64,12 +51,11 @@ class OneStep:
             torchs = ("param_groups", "state", "defaults")
             own = {name: value for name, value in vars(optimizer).items() if name not in torchs and not name.endswith("_hooks")}
             self._attributes = {**own, **_copied(own)}
-        self._step, self._hooks = step_of(optimizer), hooks_of(optimizer)
+        self._step, self._hooks = shells.step_of(optimizer), shells.hooks_of(optimizer)
         self._tensors: dict[int, list[tuple[str, Tensor]]] = {}
         self._of_groups: dict[int, Changes] = {}
         self._of_optimizer: Changes | None = None
-        self._is_over = False
-        """Whether the step's writes to groups without due parameters are written."""
+        self._is_over = False  # whether the step's writes to groups without due parameters are written
         self._noted: list[_Noted] = []
         self.awaited: set[int] = set()
 
@@ -89,11 +75,12 @@ class OneStep:
                 self._groups += [{**group, **_copied(group)} for group in added] if self._copies else added
             group = self._groups[number]
             if number not in self._tensors:
-                self._tensors[number] = tensors_in(group)
+                self._tensors[number] = shells.tensors_in(group)
             cut = cuts[number] = {**group, "params": [keys[index] for index in indices]}
             if len(group.get("param_names") or ()) == len(group["params"]):
                 cut["param_names"] = [group["param_names"][records[index].position] for index in indices]
-        shell = shell_of(self._optimizer, list(cuts.values()), state if local is None else local.state, hooks=self._hooks)
+        given = state if local is None else local.state
+        shell = shells.shell_of(self._optimizer, list(cuts.values()), given, hooks=self._hooks)
         vars(shell).update(self._attributes)
         before = {number: dict(cut) for number, cut in cuts.items()}
         watched = []
@@ -104,11 +91,11 @@ class OneStep:
 
     def step(self, prepared: Prepared) -> Written:
         self._step(prepared.shell)
-        of_optimizer = changes_of_shell(prepared.attributes, prepared.shell)
+        of_optimizer = shells.changes_of_shell(prepared.attributes, prepared.shell)
         self._check(self._of_optimizer, of_optimizer)
         found = {}
         for number, cut in prepared.cuts.items():
-            found[number] = changes_of_group(prepared.before[number], cut)
+            found[number] = shells.changes_of_group(prepared.before[number], cut)
             self._check(self._of_groups.get(number), found[number])
         for name, value, version in prepared.watched:
             if torch_private.version_of(value) != version:
@@ -118,7 +105,7 @@ class OneStep:
         return found, of_optimizer
 
     def _check(self, known: Changes | None, found: Changes) -> None:
-        name = differing(known, found) if known is not None and (known or found) else None
+        name = shells.differing(known, found) if known is not None and (known or found) else None
         if name is not None:
             self._refuse(name)
 
@@ -154,9 +141,9 @@ class OneStep:
         stepped = {*map(id, due)}
         for group, cut in zip(self._optimizer.param_groups, hollow.param_groups, strict=True):
             if id(group) not in stepped and not any(self._now(own) is group for own in due):
-                group.update(changes_of_group(group, cut))
+                group.update(shells.changes_of_group(group, cut))
         if self._of_optimizer is None and not self.awaited:
-            vars(self._optimizer).update(changes_of_shell(vars(self._optimizer), hollow))
+            vars(self._optimizer).update(shells.changes_of_shell(vars(self._optimizer), hollow))
         self._is_over = True
 
     def note_options(self) -> None:
@@ -182,7 +169,7 @@ class OneStep:
 
     def write_all(self) -> None:
         self.write_changes()
-        hollow = hollow_shell(self._optimizer)
+        hollow = shells.hollow_shell(self._optimizer)
         self._step(hollow)
         self.write_of_others(hollow)
 
@@ -215,7 +202,7 @@ class _Noted:
     members: list[Tensor]
 
     def changed_in(self, now: _Noted) -> str | None:
-        names = [*changes_of_group(self.entries, now.entries)]
+        names = [*shells.changes_of_group(self.entries, now.entries)]
         names += [name for name, _ in {*now.versions} - {*self.versions}]
         names += ["params"] * ([*map(id, self.members)] != [*map(id, now.members)])
         return names[0] if names else None
@@ -223,12 +210,9 @@ class _Noted:
 
 def _options_of(optimizer: torch.optim.Optimizer) -> list[_Noted]:
     return [
-        _Noted({key: value for key, value in group.items() if key not in _MEMBERS}, versions_in(group), [*group["params"]])
+        _Noted({key: it for key, it in group.items() if key not in _MEMBERS}, shells.versions_in(group), [*group["params"]])
         for group in optimizer.param_groups
     ]
-
-
-_MEMBERS = ("params", "param_names")
 
 
 class LocalStep:

@@ -20,6 +20,11 @@ from memkit.plan.states import aligned
 from memkit.transfer.host_memory import Span
 
 MASTER = "master"
+_READ = (
+    "StateOffload(disk=...) keeps it there between steps. optimizer.state_dict() reads it, load_state_dict() writes it, and "
+    "close() brings it back"
+)
+_BITS = {1: torch.uint8, 2: torch.int16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +127,6 @@ class OnDisk:
 
     def __repr__(self) -> str:
         return f'<"{self._name}" of {self._parameter}, on the disk>'
-
-
-_READ = (
-    "StateOffload(disk=...) keeps it there between steps. optimizer.state_dict() reads it, load_state_dict() writes it, and "
-    "close() brings it back"
-)
 
 
 def is_number(value: object) -> bool:
@@ -246,18 +245,12 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-_BITS = {1: torch.uint8, 2: torch.int16}
-
-
 def follow(master: Tensor, parameter: Tensor) -> None:
     """Copy elements of a parameter that somebody has written to, which bits alone tell, to its float32 copy, without a wait."""
     bits = _BITS[parameter.dtype.itemsize]
     kept = master.to(parameter.dtype).view(bits) == parameter.detach().view(bits)
     written = parameter.detach()
     torch.where(kept, master, written if bits is torch.int16 else written.to(torch.float32), out=master)
-
-
-# Parameters that are shards (`DTensor`): their local tensors are stepped, by elementwise optimizers alone.
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
@@ -295,12 +288,10 @@ def are_one(one: Tensor, other: Tensor) -> bool:
     return local_of(one).data_ptr() == local_of(other).data_ptr()
 
 
-def lie_alike(one: Tensor, other: Tensor) -> bool:
+def lie_alike(one: Any, other: Any) -> bool:
     if not is_dtensor(one) or not is_dtensor(other):
         return False
-    first: Any = one
-    second: Any = other
-    return bool(first.device_mesh == second.device_mesh and tuple(first.placements) == tuple(second.placements))
+    return bool(one.device_mesh == other.device_mesh and tuple(one.placements) == tuple(other.placements))
 
 
 def described(tensor: Any) -> str:

@@ -45,22 +45,22 @@ from memkit.transfer.host_memory import Span
 if TYPE_CHECKING:
     from memkit.states.memory import DiskStates, HostStates
 
+Rows = Sequence[Mapping[str, Tensor]]
+_NOWHERE = -1
+
 
 class StateRecord:
     def __init__(self, name: str, parameter: Tensor, *, has_master: bool) -> None:
         self.name = name
         self.parameter = parameter
         self.has_master = has_master
-        self.is_shard = is_dtensor(parameter)
-        """Whether it is a `DTensor`, whose local tensor is stepped: see `LocalStep`."""
+        self.is_shard = is_dtensor(parameter)  # whether it is a `DTensor`, whose local tensor is stepped: see `LocalStep`
         self.index = 0
-        self.group = self.position = -1
-        """The number of its group, and its position there; -1 once the optimizer does not have it any more."""
+        self.group = self.position = -1  # the number of its group, and its position there; -1 once it is in none
         self.undo: Tensor | None = None
         self.numbers: list[tuple[Tensor, Tensor]] = []
         self.done: tuple[weakref.ref[Tensor], int] | None = None
-        self.spoiled: tuple[weakref.ref[Tensor], int] | None = None
-        """A gradient written to by a step that was undone, as a fused step unscales it."""
+        self.spoiled: tuple[weakref.ref[Tensor], int] | None = None  # a gradient that an undone step wrote to
 
     def is_due(self) -> bool:
         grad = self.parameter.grad
@@ -124,9 +124,6 @@ def refuse_another(record: StateRecord) -> NoReturn:
     )
 
 
-Rows = Sequence[Mapping[str, Tensor]]
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where a piece's states are: packed `tensors` in a host `span`, or the chunk `copy` on a disk; `host`: their entries."""
@@ -161,31 +158,26 @@ class Layout:
 
 
 class Piece:
-    is_stepped = False
-    """Whether a step has stepped it, and not all of `whole` yet."""
+    is_stepped = False  # whether a step has stepped it, and not all of `whole` yet
 
     def __init__(self, plan: StatePiece, records: list[StateRecord]) -> None:
         self.plan = plan
         self.records = records
         for index, record in enumerate(records):
             record.index = index
-        self._is_cut = False
-        """Whether the step under way, or the last one, steps it window by window."""
+        self._is_cut = False  # whether the step under way, or the last one, steps it window by window
         self.slot = plan.slot
         self.residency = self.rest
         self.room: Span | None = None
         self.layout: Layout | None = None
         self.left: Event | None = None
         self.views: list[dict[str, Tensor]] = []
-        self.stand_ins: list[nn.Parameter | None] = []
-        """For each record, the float32 copy in the slot that is stepped instead of the parameter, as a parameter; or None."""
+        self.stand_ins: list[nn.Parameter | None] = []  # float32 copies in the slot, stepped in place of parameters
         self._bound: tuple[torch.UntypedStorage, Layout] | None = None
-        self._cut_bytes: tuple[torch.UntypedStorage, Span, Sequence[Tensor]] | None = None
-        """A slot's storage, a span, and the bytes of the slot split like the pieces of the span."""
+        self._cut_bytes: tuple[torch.UntypedStorage, Span, Sequence[Tensor]] | None = None  # a slot's, with its views
         self.due: list[StateRecord] = []
         self._versions: list[int] = []
-        self.lost: str | None = None
-        """Why it can't be stepped or saved any more: a step left it, or its states, half written. Loading ends that."""
+        self.lost: str | None = None  # why it can't be stepped or saved, until a load: a step left it half written
         self.entered: list[tuple[Tensor, dict[Any, Any]]] = []
 
     @property
@@ -297,11 +289,8 @@ class Piece:
         for record in self.due:
             grad = record.parameter.grad
             assert grad is not None
-            if (
-                record.spoiled is not None
-                and record.spoiled[0]() is grad
-                and record.spoiled[1] == torch_private.version_of(grad)
-            ):
+            spoiled = record.spoiled
+            if spoiled is not None and spoiled[0]() is grad and spoiled[1] == torch_private.version_of(grad):
                 raise StateOffloadError(
                     f"a step that was broken off has written to the gradient of {record.name}, as to unscale it, and a step "
                     "would do so again. Call optimizer.zero_grad() and run the backward again; with a GradScaler, delete "
@@ -541,8 +530,7 @@ class Window(Piece):
 
 
 class CutPiece(Piece):
-    """A large parameter, stepped window by window if its elements, and its states', lie side by side in order. If a step
-    fails between two windows, the others are stepped at once, or the parameter is lost."""
+    """A large parameter, stepped window by window if its elements, and its states', lie side by side in order."""
 
     def __init__(self, plan: StatePiece, records: list[StateRecord]) -> None:
         super().__init__(plan, records)
@@ -754,12 +742,5 @@ class CutPiece(Piece):
         self.windows = []  # they hold views of states
 
 
-_NOWHERE = -1
-
-
 def _are_all(entries: Mapping[Any, Any], tensors: Sequence[Packed]) -> bool:
     return sum(map(is_number, entries.values())) + len(tensors) == len(entries)
-
-
-def piece_of(plan: StatePiece, records: list[StateRecord]) -> Piece:
-    return CutPiece(plan, records) if len(plan.parts) > 1 else Piece(plan, records)

@@ -62,8 +62,7 @@ class ShardSteps(Accumulating):
         self._lost: dict[StateRecord, str] = {}
         self._met: dict[StateRecord, None] = {}
         self._marks: list[tuple[Any, int] | None] = []
-        self._again: StateRecord | None = None
-        """A stepped shard that has got another gradient, which is dropped."""
+        self._again: StateRecord | None = None  # a stepped shard that has got another gradient, which is dropped
         self._end: backwards.BackwardEnd | None = None
         self._ends = set[backwards.BackwardEnd]()
         self._in_backward: set[int] = set()
@@ -117,8 +116,6 @@ class ShardSteps(Accumulating):
     def _records(self) -> Iterator[StateRecord]:
         for records in self._layers.values():
             yield from records
-
-    # Within a backward
 
     def before_reduce(self, layer: ReducedLayer) -> None:
         self.before_read(layer)

@@ -25,21 +25,7 @@ from memkit.optimizers.shells import hollow_shell
 from memkit.optimizers.steppers import stepper_of
 from memkit.plan import ParameterCosts, StatePlan, plan_states
 from memkit.plan.states import Update, aligned, is_large
-from memkit.states.asked import (
-    check_groups,
-    check_master,
-    check_options,
-    check_parameters,
-    claim,
-    device_of,
-    device_of_host_layers,
-    refuse_beside_layers,
-    refuse_captured,
-    refuse_gradients,
-    release,
-    warn_if_unfused,
-    weakly,
-)
+from memkit.states import asked
 from memkit.states.at_rest import StatesAtRest, put_states, with_host_copies
 from memkit.states.device_steps import DeviceSteps
 from memkit.states.host_steps import HostSteps
@@ -47,12 +33,14 @@ from memkit.states.in_backward import BackwardSteps, LayeredSteps
 from memkit.states.memory import DiskStates, HostStates, StateSlots
 from memkit.states.one_step import OneStep, run_closure
 from memkit.states.packing import MASTER, bytes_of, may_leave
-from memkit.states.pieces import Piece, StateRecord, piece_of
+from memkit.states.pieces import CutPiece, Piece, StateRecord
 from memkit.states.shard_steps import ShardSteps
 from memkit.states.stepping import ForwardOverlap, Stepping
 from memkit.states.trial import find_elementwise, refuse_by_kind, refuse_mixed_shards, try_out
 from memkit.transfer.disk import Disk
 from memkit.transfer.lanes import lanes_of
+
+HALF_LOADED = "optimizer.load_state_dict() was interrupted: some parameters have loaded states, others none"
 
 
 class Members:
@@ -61,8 +49,7 @@ class Members:
         self._process = os.getpid()
         self._replaced: Any = None
         self.kept: dict[int, list[KeptState]] = {}
-        self.draws = False
-        """Whether steps draw random numbers, so that parameters must be stepped in the order of the groups."""
+        self.draws = False  # whether steps draw random numbers, so that parameters must be stepped in the order of the groups
         self._known: list[list[int]] = []
         self.pieces: list[Piece] = []
 
@@ -113,7 +100,10 @@ class Members:
                 yield record
 
     def add(self, plan: StatePlan, records: list[StateRecord]) -> list[Piece]:
-        added = [piece_of(planned, [records[index] for index in planned.parameters]) for planned in plan.pieces]
+        added = []
+        for planned in plan.pieces:
+            kind = CutPiece if len(planned.parts) > 1 else Piece
+            added.append(kind(planned, [records[index] for index in planned.parameters]))
         self.pieces = [*self.pieces, *added]
         return added
 
@@ -149,11 +139,7 @@ class Members:
 
     def place(self) -> None:
         groups = self._optimizer.param_groups
-        places: dict[int, tuple[int, int]] = {
-            id(parameter): (number, position)
-            for number, group in enumerate(groups)
-            for position, parameter in enumerate(group["params"])
-        }
+        places = {id(each): (number, at) for number, group in enumerate(groups) for at, each in enumerate(group["params"])}
         for piece in self.pieces:
             for record in piece.records:
                 record.group, record.position = places.get(id(record.parameter), (-1, -1))
@@ -166,9 +152,6 @@ class Members:
             if piece.due:
                 found.append(piece)
         return found
-
-
-HALF_LOADED = "optimizer.load_state_dict() was interrupted: some parameters have loaded states, others none"
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -280,10 +263,8 @@ class StateOffload(NotCopied, EnteredOnce):
 
     _copied = (
         StateOffloadError,
-        (
-            "a StateOffload was copied, or pickled, perhaps within an object that has it as an attribute. It belongs to one "
-            "optimizer: copy the optimizer, or save optimizer.state_dict(), and make another StateOffload for that one"
-        ),
+        "a StateOffload was copied, or pickled, perhaps within an object that has it as an attribute. It belongs to one "
+        "optimizer: copy the optimizer, or save optimizer.state_dict(), and make another StateOffload for that one",
     )
 
     def __init__(
@@ -300,21 +281,21 @@ class StateOffload(NotCopied, EnteredOnce):
         device: str | torch.device | Device | None = None,
     ) -> None:
         refuse_by_kind(optimizer)
-        refuse_beside_layers(optimizer, update=update, when=when, overlap_forward=overlap_forward)
-        check_options(update=update, master=master, when=when, overlap_forward=overlap_forward, disk=disk)
+        asked.refuse_beside_layers(optimizer, update=update, when=when, overlap_forward=overlap_forward)
+        asked.check_options(update=update, master=master, when=when, overlap_forward=overlap_forward, disk=disk)
         budget_bytes = check_budget_bytes("device_budget", device_budget, may_be_zero=True)
         limit_bytes = None if host_budget is None else check_budget_bytes("host_budget", host_budget, may_be_zero=True)
         self.optimizer, self._master = optimizer, master
         self._is_beside = when == "backward" or overlap_forward
         given = {"device_budget": budget_bytes, "host_budget": limit_bytes, "master": master, "disk": disk, "device": device}
-        gathers = device_of_host_layers(optimizer, update=update, **given) if when == "backward" else None
+        gathers = asked.device_of_host_layers(optimizer, update=update, **given) if when == "backward" else None
         if gathers is None:
-            check_parameters(optimizer, is_beside=self._is_beside)
-        self.device = gathers or device_of(optimizer, device)
-        check_master(master, parameters_of(optimizer))
+            asked.check_parameters(optimizer, is_beside=self._is_beside)
+        self.device = gathers or asked.device_of(optimizer, device)
+        asked.check_master(master, parameters_of(optimizer))
         self.update = update if update != "auto" else "device" if gathers is None else "host"
         if self.update != "device":
-            warn_if_unfused(optimizer)
+            asked.warn_if_unfused(optimizer)
         self.when = when
         place = self.device.torch_device if gathers is None else torch.device("cpu")
         self._members = Members(optimizer, master=master, torch_device=place)
@@ -330,12 +311,11 @@ class StateOffload(NotCopied, EnteredOnce):
         self._host = HostStates(self.device, limit_bytes=limit_bytes)
         self._disk = DiskStates(disk, self.device, self._host)
         self._slots: StateSlots | None = None
-        self._is_open = False
-        """Whether states may have moved."""
-        claim(optimizer, self)
+        self._is_open = False  # whether states may have moved
+        asked.claim(optimizer, self)
         try:
             self._plan()
-            self._hooks.before_any_step(weakly(self._before_any_step))
+            self._hooks.before_any_step(asked.weakly(self._before_any_step))
             self._hooks.add(optimizer.register_step_post_hook(self._after_step))
         except BaseException:
             self.close()
@@ -363,14 +343,14 @@ class StateOffload(NotCopied, EnteredOnce):
         self._rest = StatesAtRest(optimizer, device, self._host, self._disk)
         if self.when == "backward":
             kind = BackwardSteps if stepper_of(optimizer) is None else LayeredSteps
-            given = self._on_device, self._on_host, self._rest, weakly(self._follow_groups)
+            given = self._on_device, self._on_host, self._rest, asked.weakly(self._follow_groups)
             self._in_backward = kind(optimizer, device, self._stepping, *given)
         self._is_open = True
         self._open(pieces)
         self._members.place()
         if self._overlap is not None:
             self._overlap.stepping = self._stepping
-            self._hooks.ahead_of_all_forwards(weakly(self._overlap.before_forward, when_gone=self._hooks.remove))
+            self._hooks.ahead_of_all_forwards(asked.weakly(self._overlap.before_forward, when_gone=self._hooks.remove))
         self._watch()
         self._hooks.add(optimizer.register_state_dict_post_hook(self._after_state_dict, prepend=True))
 
@@ -381,8 +361,6 @@ class StateOffload(NotCopied, EnteredOnce):
         self._hooks.add(optimizer.register_state_dict_pre_hook(self._before_state_dict, prepend=True))
         self._hooks.add(optimizer.register_load_state_dict_pre_hook(self._before_load))
         self._hooks.add(optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True))
-
-    # Steps
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Run this step's hook behind other hooks, such as clipping. If nothing has left the device so far, plan again."""
@@ -402,7 +380,7 @@ class StateOffload(NotCopied, EnteredOnce):
         """Step all pieces. The class's own step that follows has no parameters."""
         if optimizer is not self.optimizer:
             return None  # a shell, by a class that calls the step of the one that it is derived from
-        refuse_captured(self.device)
+        asked.refuse_captured(self.device)
         args, kwargs = run_closure(args, kwargs)
         self._step() if self._on_shards is None else self._on_shards.step()
         self._hollow = hollow_shell(optimizer)
@@ -414,15 +392,13 @@ class StateOffload(NotCopied, EnteredOnce):
         self._settle()
         self._follow_groups()
         stepping, members = self._stepping, self._members
-        is_rest = stepping.unfinished is not None and any(
-            record.is_done() for item in members.pieces for record in item.records
-        )
+        is_rest = stepping.unfinished is not None and any(record.is_done() for it in members.pieces for record in it.records)
         if self._in_backward is not None and self._in_backward.end():
             is_rest = True
         run = (stepping.unfinished if is_rest else None) or OneStep(self.optimizer, copies=self._overlap is not None)
         self._disk.tidy(members.pieces)
         due = members.find_due(leaves_done=is_rest)
-        refuse_gradients([record for piece in due for record in piece.due])
+        asked.refuse_gradients([record for piece in due for record in piece.due])
         self._rest.adopt_due(due, members.pieces)
         if self._overlap is not None:
             self._overlap.run(due, run)
@@ -485,7 +461,6 @@ class StateOffload(NotCopied, EnteredOnce):
                 beside.join()
 
     def _follow_groups(self) -> None:
-        """Follow parameters that came to the optimizer or left it."""
         members = self._members
         if not members.have_changed():
             return
@@ -498,7 +473,7 @@ class StateOffload(NotCopied, EnteredOnce):
         members.place()
 
     def _check_groups(self) -> None:
-        check_groups(self.optimizer, self.device, is_beside=self._is_beside)
+        asked.check_groups(self.optimizer, self.device, is_beside=self._is_beside)
         self._members.try_out()
 
     def _add(self, records: list[StateRecord], costs: list[ParameterCosts]) -> None:
@@ -539,8 +514,6 @@ class StateOffload(NotCopied, EnteredOnce):
         """
         steps = self._in_backward or self._on_shards
         return nullcontext() if steps is None else steps.accumulate()
-
-    # What is saved and loaded
 
     def _before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is not self.optimizer:
@@ -645,7 +618,7 @@ class StateOffload(NotCopied, EnteredOnce):
             self._on_host.close()
             self._on_device.close(self._members.pieces)
         self._is_closed = True
-        release(self.optimizer, self)
+        asked.release(self.optimizer, self)
         self._disk.close()
         self._host.close(self._members.pieces)
         if self._slots is not None:

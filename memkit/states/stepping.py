@@ -24,14 +24,11 @@ from memkit.states.trial import are_in_states, generators_of, states_of
 class Stepping:
     def __init__(self, optimizer: torch.optim.Optimizer, device: Device, on_device: DeviceSteps, on_host: HostSteps) -> None:
         self._optimizer, self._device, self._on_device, self._on_host = optimizer, device, on_device, on_host
-        self.unfinished: OneStep | None = None
-        """A step that has begun and that torch has not ended yet: it may have been broken off."""
+        self.unfinished: OneStep | None = None  # has begun, and torch has not ended it: it may have been broken off
         self.num_steps = 0
         self.is_broken = False
-        self._has_drawn = False
-        """Whether a step has drawn random numbers though the trial's drew none."""
-        self.untold: StateOffloadError | None = None
-        """A failed step on the host whose gradient is gone, and whose error nobody has raised: the next step does."""
+        self._has_drawn = False  # whether a step has drawn random numbers though the trial's drew none
+        self.untold: StateOffloadError | None = None  # of a step on the host; the next step raises it
 
     def run(
         self,
@@ -249,20 +246,16 @@ class ForwardOverlap:
         self._device = device
         self._leaving: dict[Piece, None] = {}
         self._stream = device.new_stream("step")
-        self._pending: dict[int, Piece] = {}
-        """Pieces whose step no other stream has waited for yet, by the id of each parameter."""
+        self._pending: dict[int, Piece] = {}  # by parameter's id, pieces whose step no other stream has waited for yet
         self._stepped: dict[Piece, Event] = {}
         self._read: dict[Piece, list[Tensor]] = {}
         self._held: dict[Piece, list[Tensor]] = {}
-        self._marks: dict[Piece, list[tuple[int, int]]] = {}
-        """Address and version of each parameter since memkit has last written to it."""
-        self._written: str | None = None
-        """Parameters that somebody else has written to before any stream waited for their step."""
+        self._marks: dict[Piece, list[tuple[int, int]]] = {}  # address and version of each parameter after memkit's last write
+        self._written: str | None = None  # parameters that somebody else has written to before any stream waited for their step
         self._in_order = in_order
         self._places: dict[Piece, int] = {}
         self._met: dict[Piece, int] = {}
-        self._own: Stream | None = None
-        """The stream that has begun the step: gradients are in its memory, and it waits for every piece."""
+        self._own: Stream | None = None  # has begun the step, holds the gradients, and waits for every piece
         self._run: OneStep | None = None
         self.stepping: Stepping
 

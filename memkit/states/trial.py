@@ -11,30 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from memkit.core import torch_private
 from memkit.core.torch_state import is_dtensor, local_of
 from memkit.device import default_generator
-from memkit.optimizers import KeptState, kept_states, needs_master
-from memkit.optimizers.shells import (
-    Changes,
-    Group,
-    are_alike,
-    changes_of_group,
-    changes_of_shell,
-    differing,
-    emptied,
-    may_be_written,
-    needs_closure,
-    own_attributes,
-    own_group,
-    put_in_train_mode,
-    shell_of,
-    step_of,
-    told_apart,
-    versions_in,
-)
+from memkit.optimizers import KeptState, kept_states, needs_master, shells
+from memkit.optimizers.shells import Changes, Group
 from memkit.plan.states import WINDOW_NUMEL
+
+_MOST_GROUPS = 8
+_NUM_STEPS = 4
+_LARGEST_SIDE = 24
+_MOST_CUT_GROUPS = 16
+_NUM_CUT_STEPS = 6
+_NUM_WINDOWS = 3
 
 
 def generators_of(torch_device: torch.device) -> list[torch.Generator]:
@@ -68,7 +59,7 @@ def are_in_states(generators: Sequence[torch.Generator], states: Sequence[Tensor
     return all(torch.equal(one.get_state(), state) for one, state in zip(generators, states, strict=True))
 
 
-def has_generators(optimizer: torch.optim.Optimizer) -> bool:
+def has_generators(optimizer: Optimizer) -> bool:
     own = [value for entries in (vars(optimizer), *optimizer.param_groups) for value in entries.values()]
     return any(isinstance(value, torch.Generator | random.Random) or _is_numpys(value) for value in own)
 
@@ -78,18 +69,13 @@ def _is_numpys(value: object) -> bool:
     return kind.__module__.startswith("numpy.random") and kind.__name__ in ("Generator", "RandomState")
 
 
-_MOST_GROUPS = 8
-_NUM_STEPS = 4
-_LARGEST_SIDE = 24
-
-
 def refuse_by_kind(optimizer: object) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         inner = getattr(optimizer, "optimizer", None)
         hint = f". Pass what it wraps: .optimizer, a {type(inner).__name__}" if inner is not None else ""
         raise TypeError(f"StateOffload needs a torch.optim.Optimizer; found {type(optimizer).__name__}{hint}")
     name = type(optimizer).__name__
-    if needs_closure(optimizer):
+    if shells.needs_closure(optimizer):
         raise ValueError(
             f"StateOffload steps parameters in pieces, and {name} needs a closure, which it evaluates several times within a "
             "step. Use an optimizer whose step works without one"
@@ -104,7 +90,7 @@ def refuse_by_kind(optimizer: object) -> None:
 
 
 def try_out(
-    optimizer: torch.optim.Optimizer, *, torch_device: torch.device, master: torch.dtype | None
+    optimizer: Optimizer, *, torch_device: torch.device, master: torch.dtype | None
 ) -> tuple[dict[int, list[KeptState]], bool]:
     groups = groups_to_try(optimizer)
     if not groups:
@@ -151,7 +137,7 @@ def try_out(
 
 
 def makes_states_in_steps(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], torch_device: torch.device, master: torch.dtype | None
+    optimizer: Optimizer, groups: list[Group], torch_device: torch.device, master: torch.dtype | None
 ) -> bool:
     """Tell whether the first step of a parameter makes its states. Adagrad of torch 2.11 makes them with the optimizer."""
     if not any(optimizer.state.get(parameter) for group in groups for parameter in group["params"]):
@@ -163,7 +149,7 @@ def makes_states_in_steps(
     return True
 
 
-def groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def groups_to_try(optimizer: Optimizer) -> list[Group]:
     seen = set[torch.dtype]()
     new: list[Group] = []
     others: list[Group] = []
@@ -178,8 +164,8 @@ def groups_to_try(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 class Trial:
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        groups: list[dict[str, Any]],
+        optimizer: Optimizer,
+        groups: list[Group],
         torch_device: torch.device,
         master: torch.dtype | None,
         *,
@@ -189,7 +175,7 @@ class Trial:
         self.state: dict[Any, Any] = defaultdict(dict)
         generator = torch.Generator().manual_seed(0)
         self._kinds = [_dtypes_in(group) for group in groups]
-        self.groups: list[dict[str, Any]] = []
+        self.groups: list[Group] = []
         for group in groups:
             small = []
             for kind in _dtypes_in(group):
@@ -205,7 +191,10 @@ class Trial:
                             name: _part(value, local_of(first), small[-1], start) for name, value in entries.items()
                         }
                     start += values.numel()
-            trial = {name: told_apart(value, len(group["params"])) for name, value in own_group(optimizer, group).items()}
+            trial = {
+                name: shells.told_apart(value, len(group["params"]))
+                for name, value in shells.own_group(optimizer, group).items()
+            }
             if "param_names" in group:
                 trial["param_names"] = [f"parameter {index}" for index in range(len(small))]
             if torch_device.type == "cpu" and trial.get("capturable"):
@@ -213,10 +202,10 @@ class Trial:
             self.groups.append({**trial, "params": small})
         self.parameters = [parameter for group in self.groups for parameter in group["params"]]
         self.generator = generator
-        self.attributes = own_attributes(optimizer)
+        self.attributes = shells.own_attributes(optimizer)
         shell = self._shell(self.groups, self.state)
-        put_in_train_mode(shell)
-        self.attributes.update(changes_of_shell(vars(optimizer), shell))
+        shells.put_in_train_mode(shell)
+        self.attributes.update(shells.changes_of_shell(vars(optimizer), shell))
 
     def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
         size = [min(length, _LARGEST_SIDE) for length in parameter.size()]
@@ -229,26 +218,26 @@ class Trial:
             for group in self.groups:
                 group["params"][0].grad = None
 
-    def _shell(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> torch.optim.Optimizer:
-        shell = shell_of(self._optimizer, groups, state)
+    def _shell(self, groups: list[Group], state: dict[Any, Any]) -> Optimizer:
+        shell = shells.shell_of(self._optimizer, groups, state)
         vars(shell).update(self.attributes)
         return shell
 
     def step_none(self) -> None:
-        step_of(self._optimizer)(self._shell([emptied(group) for group in self.groups], defaultdict(dict)))
+        shells.step_of(self._optimizer)(self._shell([shells.emptied(group) for group in self.groups], defaultdict(dict)))
 
     def step_all(self, *, leaves_out: bool) -> None:
         self._give_gradients(leaves_out=leaves_out)
         shell = self._shell(self.groups, self.state)
-        step_of(self._optimizer)(shell)
-        self.attributes.update(changes_of_shell(vars(self._optimizer), shell))
+        shells.step_of(self._optimizer)(shell)
+        self.attributes.update(shells.changes_of_shell(vars(self._optimizer), shell))
 
     def step_each(self, *, leaves_out: bool) -> str | None:
         self._give_gradients(leaves_out=leaves_out)
         found: dict[int, Changes] = {}
         of_optimizer: Changes | None = None
         for number, group in enumerate(self.groups):
-            versions = versions_in(group)
+            versions = shells.versions_in(group)
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -258,19 +247,19 @@ class Trial:
                     state[parameter] = self.state[parameter]
                 shell = self._shell([cut], state)
                 before = {**vars(shell)}
-                step_of(self._optimizer)(shell)
+                shells.step_of(self._optimizer)(shell)
                 others = [key for key in state if key is not parameter]
                 if others:
                     return f"state ({others[0]!r}, which is of no parameter)"
                 self.state[parameter] = state[parameter]
-                changes = changes_of_group(group, cut)
-                name = differing(found.setdefault(number, changes), changes)
-                own = changes_of_shell(before, shell)
+                changes = shells.changes_of_group(group, cut)
+                name = shells.differing(found.setdefault(number, changes), changes)
+                own = shells.changes_of_shell(before, shell)
                 of_optimizer = own if of_optimizer is None else of_optimizer
-                name = name or differing(of_optimizer, own)
+                name = name or shells.differing(of_optimizer, own)
                 if name is not None:
                     return f'"{name}"'
-            if versions_in(group) != versions:
+            if shells.versions_in(group) != versions:
                 return "entry of its groups, a tensor that is written to in place,"
         for number, changes in found.items():
             self.groups[number].update(changes)
@@ -288,16 +277,16 @@ class Trial:
 
     def differs_in_groups(self, other: Trial) -> str | None:
         for group, others_group in zip(self.groups, other.groups, strict=True):
-            for name in changes_of_group(group, others_group):
+            for name in shells.changes_of_group(group, others_group):
                 return f'entry of its groups ("{name}")'
         known = vars(self._optimizer)
         for name, value in {**known, **self.attributes}.items():
-            if may_be_written(name, value) and not are_alike(value, other.attributes.get(name, known.get(name))):
+            if shells.may_be_written(name, value) and not shells.are_alike(value, other.attributes.get(name, known.get(name))):
                 return f'attribute ("{name}")'
         return None
 
 
-def _dtypes_in(group: dict[str, Any]) -> list[torch.dtype]:
+def _dtypes_in(group: Group) -> list[torch.dtype]:
     return list(dict.fromkeys(parameter.dtype for parameter in group["params"]))
 
 
@@ -312,8 +301,7 @@ def _part(value: Any, parameter: Tensor, small: Tensor, start: int) -> Any:
 
 
 def values_of(size: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    values = torch.randn(size, generator=generator)
-    return values.to(dtype)
+    return torch.randn(size, generator=generator).to(dtype)
 
 
 def have_same_bits(one: Any, other: Any) -> bool:
@@ -324,19 +312,15 @@ def have_same_bits(one: Any, other: Any) -> bool:
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
-_MOST_CUT_GROUPS = 16
-_NUM_CUT_STEPS = 6
-
-
 def find_elementwise(
-    optimizer: torch.optim.Optimizer, groups: list[Group], *, torch_device: torch.device, master: torch.dtype | None
+    optimizer: Optimizer, groups: list[Group], *, torch_device: torch.device, master: torch.dtype | None
 ) -> list[bool]:
     """Tell for each group whether its parameters can be stepped in windows, bit for bit. Of many groups some are tried."""
     found = [_is_elementwise(optimizer, group, torch_device, master) for group in groups[:_MOST_CUT_GROUPS]]
     return found + [all(found)] * (len(groups) - len(found))
 
 
-def refuse_mixed_shards(optimizer: torch.optim.Optimizer, *, torch_device: torch.device, master: torch.dtype | None) -> None:
+def refuse_mixed_shards(optimizer: Optimizer, *, torch_device: torch.device, master: torch.dtype | None) -> None:
     """Raise if an optimizer has shards, and steps an element by others of its parameter: these may be on other ranks."""
     by_dim = defaultdict[int, list[Group]](list)
     for group in optimizer.param_groups:
@@ -352,9 +336,7 @@ def refuse_mixed_shards(optimizer: torch.optim.Optimizer, *, torch_device: torch
             )
 
 
-def _is_elementwise(
-    optimizer: torch.optim.Optimizer, group: Group, torch_device: torch.device, master: torch.dtype | None
-) -> bool:
+def _is_elementwise(optimizer: Optimizer, group: Group, torch_device: torch.device, master: torch.dtype | None) -> bool:
     try:
         with _seeding(torch_device) as seed, torch.inference_mode(False), torch.no_grad():
             has_states = not makes_states_in_steps(optimizer, [group], torch_device, master)
@@ -380,8 +362,6 @@ class _WholeTrial(Trial):
 
 
 class _CutTrial(Trial):
-    """Has the windows of these tensors instead."""
-
     def _tensors_like(self, parameter: Tensor, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
         return _windows_of(values_of(_size_like(parameter), dtype, generator))
 
@@ -412,12 +392,9 @@ class _CutTrial(Trial):
             if isinstance(value, Tensor) and value.dim():
                 if not _is_made_of(value, parts, parameter):
                     return False
-            elif not all(are_alike(value, part) for part in parts):
+            elif not all(shells.are_alike(value, part) for part in parts):
                 return False
         return True
-
-
-_NUM_WINDOWS = 3
 
 
 def _windows_of(values: Tensor) -> list[Tensor]:

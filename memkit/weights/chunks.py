@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from memkit.weights.slots import Slot
 
 HOST = torch.device("cpu")
+_NO_CONTEXT = nullcontext()
+_ADVICE = "Call offload.close() first, change the model, and make a new LayerOffload."
 
 
 class BoundTensor:
@@ -58,12 +60,11 @@ class BoundTensor:
         return Geometry(self.size, self.stride, self.offset // self.dtype.itemsize, self.dtype, False, False)
 
     def adopt_layout(self, source: Tensor) -> None:
-        is_alone = self.host_copy.untyped_storage().nbytes() == source.nbytes
+        storage = self.host_copy.untyped_storage()
+        is_alone = storage.nbytes() == source.nbytes
         if is_alone and is_dense(self.size, self.stride) and is_dense(source.size(), source.stride()):
             self.stride = source.stride()
-            self.host_copy = tensor_over(
-                self.host_copy.untyped_storage(), self.dtype, offset=0, size=self.size, stride=self.stride
-            )
+            self.host_copy = tensor_over(storage, self.dtype, offset=0, size=self.size, stride=self.stride)
 
     def shares_host_copy(self, tensor: Tensor) -> bool:
         return storage_key(tensor.untyped_storage()) == storage_key(self.host_copy.untyped_storage())
@@ -181,7 +182,6 @@ class Binding:
         self.versions: Callable[[], Iterator[int]] = partial(map, torch_private.version_of, counted)
         self.requires_grad: Callable[[], Iterator[bool]] = partial(map, attrgetter("requires_grad"), self.tensors)
         self.set_data: Callable[[Sequence[Tensor]], Iterator[None]] = partial(map, setattr, self.tensors, repeat("data"))
-        """Sets each tensor's `data` as the iterator is exhausted: `point_at` without modes and wrappers."""
         places = tuple(part.place for part in parts)
         if places != self.places:
             self.places = places
@@ -190,10 +190,8 @@ class Binding:
         self._expected = tuple(streamed.parameter for streamed in self.parameters)
         self._addresses = tuple(part.address for part in parts)
         self._layout = tuple((part.dtype, part.size, part.stride) for part in parts)
-        self._guards: deque[tuple[Callable[..., bool], bool]] = deque(maxlen=2)
-        """Each compares as `check_unchanged`, in one call, but also autocast and inference mode: so there are two."""
-        self.is_frozen = False
-        """Whether no tensor required grad when `check_unchanged` last returned True."""
+        self._guards: deque[tuple[Callable[..., bool], bool]] = deque(maxlen=2)  # they compare autocast and inference mode too
+        self.is_frozen = False  # whether no tensor required grad when `check_unchanged` last returned True
         floating = (at for at, streamed in enumerate(self.parameters) if streamed.dtype.is_floating_point)
         self._sample = next(floating, 0)
 
@@ -235,9 +233,6 @@ class Binding:
         self.point_at(self.host_copies, HOST)
 
 
-_NO_CONTEXT = nullcontext()
-
-
 def copy_into(tensor: Tensor, host_copy: Tensor) -> None:
     distinct(host_copy).copy_(distinct(tensor.data))
 
@@ -265,22 +260,15 @@ class LayerChunk:
         self.position = position
         self.span: Span | None = None
         self.mapped: memoryview | None = None
-        self.is_on_host = False
-        """Whether the host copies are in the span, and parameters may be those."""
-        self.num_changes = 0
-        """How often the host copy was written to without a version counter."""
+        self.is_on_host = False  # whether the host copies are in the span, and parameters may be those
+        self.num_changes = 0  # how often the host copy was written to without a version counter
         self.written: Event | None = None
-        self.use_order = 0
-        """When in the forward it has run last: see [Note: one queue for all] in `memkit.transfer.lanes`."""
+        self.use_order = 0  # when in the forward it has run last: see [Note: one queue for all] in `memkit.transfer.lanes`
         self.residency = Residency.HOST
-        self.slot: Slot | None = None
-        """The slot of the bytes, now or soon, if they are in flight, on the device or dirty."""
-        self.uses = set[object]()
-        """The layer's calls and backward for which its parameters lie in a slot, or are about to."""
-        self._restored: dict[int, torch.UntypedStorage] = {}
-        """During `restore`: storages of the host copy, by key, each with one of the same bytes elsewhere."""
+        self.slot: Slot | None = None  # the slot of the bytes, now or soon, if they are in flight, on the device or dirty
+        self.uses = set[object]()  # the layer's calls and backward for which its parameters lie in a slot, or are about to
+        self._restored: dict[int, torch.UntypedStorage] = {}  # in `restore`: by key, each with a copy elsewhere
         self.held: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        """After it: storages of the host copy that the caller holds (a `state_dict`), each with one of the same bytes."""
         wanted = {id(parameter) for parameter in parameters}
         named: dict[int, tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]] = {}
         for prefix, inner in module.named_modules(remove_duplicate=True):
@@ -351,7 +339,7 @@ class LayerChunk:
         return self.is_on_host and not self._restored
 
     def restore(self) -> None:
-        """Make the parameters tensors of their own again, where they were found; see also `held`. May be repeated."""
+        """Make the parameters tensors of their own again, where they were found; `held`: what the caller has of host copies."""
         copied = self._restored
         with without_modes():
             for streamed in self.parameters:
@@ -386,22 +374,15 @@ class LayerChunk:
         return (self.num_changes, *self.binding.versions())
 
 
-_ADVICE = "Call offload.close() first, change the model, and make a new LayerOffload."
-
-
 def adopt(chunk: LayerChunk, *, may_replace: bool = True) -> list[StreamedParameter]:
     """Take over and return data that parameters were given and, unless a graph is alive, parameters put in their place."""
     if chunk.binding.check_unchanged(in_modules=may_replace):
         return []
     adopted = [streamed for streamed in chunk.parameters if _is_replaced(streamed)]
     if not may_replace:
-        adopted = [
-            item for item in adopted if torch_private.parameters_of(item.places[0][0])[item.places[0][1]] is item.parameter
-        ]
+        adopted = [item for item in adopted if item.in_module() is item.parameter]
     for streamed in adopted if may_replace else ():
-        module, key = streamed.places[0]
-        old, found = streamed.parameter, torch_private.parameters_of(module)[key]
-        assert found is not None
+        old, found = streamed.parameter, streamed.in_module()
         for inner, inner_key in streamed.places[1:]:
             if torch_private.parameters_of(inner).get(inner_key) is old:
                 torch_private.parameters_of(inner)[inner_key] = found
@@ -454,9 +435,7 @@ def _is_replaced(streamed: StreamedParameter) -> bool:
     if streamed.is_unchanged(found):
         return False
     if not streamed.is_of_kind(found):
-        was, now = (
-            f"{type(wrappers[0]).__name__}, " if wrappers else "" for wrappers in (streamed.wrappers, wrappers_in(found))
-        )
+        was, now = (f"{type(own[0]).__name__}, " if own else "" for own in (streamed.wrappers, wrappers_in(found)))
         raise LayerOffloadError(
             f'"{streamed.name}" streams as {was}{streamed.dtype}, {list(streamed.size)}, and is {now}{found.dtype}, '
             f"{list(found.size())} on {found.device} now: was the model moved or cast (.to(), .cuda(), .half())? {_ADVICE}"

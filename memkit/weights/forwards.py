@@ -21,7 +21,7 @@ from memkit.core.owners import aside
 from memkit.core.torch_state import in_differentiating_transform
 from memkit.errors import LayerOffloadError
 from memkit.plan.chunks import Residency
-from memkit.weights.chunks import LayerChunk, StreamedParameter, adopt
+from memkit.weights.chunks import LayerChunk, adopt
 from memkit.weights.gradients import Accumulation
 from memkit.weights.selection import StepTiming, refuse_replicated
 from memkit.weights.streaming import Streamer, WeightHooks
@@ -32,11 +32,9 @@ class InnerHooks(HookSet):
 
     def __init__(self) -> None:
         super().__init__()
-        self._dicts: list[OrderedDict[int, Any]] = []
-        """For each module those ahead of its forward, and those behind it."""
+        self._dicts: list[OrderedDict[int, Any]] = []  # for each module those ahead of its forward, and those behind it
         self._numbers: list[int] = []
-        self._aside: list[Any] = []
-        """The hooks set aside, in the same order; None for a missing one."""
+        self._aside: list[Any] = []  # the hooks set aside, in the same order; None for a missing one
 
     def around_inner(self, module: nn.Module, *, before: Callable[..., None], after: Callable[..., None]) -> None:
         self.around_forward(module, before=before, after=after)
@@ -77,9 +75,7 @@ class InnerHooks(HookSet):
 class Forwards(NotCopied):
     """Has the parameters of each layer lie in a slot while it runs. `before_pass` is called ahead of an outermost forward."""
 
-    def __init__(
-        self, model: nn.Module, before_pass: Callable[[], None], note_adopted: Callable[[StreamedParameter], None]
-    ) -> None:
+    def __init__(self, model: nn.Module, before_pass: Callable[[], None], note_adopted: Callable[..., None]) -> None:
         self._model, self._before_pass, self._note_adopted = model, before_pass, note_adopted
         self._calls, self._claims, self._recomputing = Calls(), Claims(), Claims()
         self._outer_hooks, self._hooks, self._timing_hooks = HookSet(), HookSet(), HookSet()
@@ -133,8 +129,6 @@ class Forwards(NotCopied):
     def end_interrupted(self) -> None:
         self._calls.end_interrupted()
         self._recomputing.end_left()
-
-    # The model
 
     def _before_outer(self, module: nn.Module, _: Any) -> None:
         if not aside.is_set:
@@ -196,8 +190,6 @@ class Forwards(NotCopied):
         self._calls.end(module, depth=2)
         if self._timing is not None and not len(self._calls):
             self._timing.end_layer()
-
-    # Layers
 
     def _enter(self, layer: _LayerForwards, module: nn.Module, _: Any, depth: int = 2) -> None:
         """Begin a forward that uses the weights of a layer; its frame is `depth` above this one."""
@@ -307,8 +299,7 @@ class Forwards(NotCopied):
 class _LayerForwards:
     chunk: LayerChunk
     inner_hooks: InnerHooks
-    is_followed: bool = False
-    """Whether the last call's output has a graph, so that its backward is seen."""
+    is_followed: bool = False  # whether the last call's output has a graph, so that its backward is seen
 
 
 def _time_forward(begin: Callable[[], None], *_: Any) -> None:

@@ -21,12 +21,16 @@ from memkit.core.tensors import Geometry, storage_key
 from memkit.weights.chunks import copy_into
 
 _OF_TORCH = frozenset(vars(nn.Module()))
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MOST_HEADER_BYTES = 100_000_000
+_PART_BYTES = 16 * 2**20
+_NUM_THREADS = 4
+FilePath = str | os.PathLike[str]
+_MOST_NAMED = 5
 
 
 def remade(model: nn.Module, stored: Set[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return tensors without data that modules hold beside the `state_dict` (its ids are `stored`), each with one that has
-    data: that of a module made anew from its attributes, if each argument is one, all of them come out equal, and twice the
-    same."""
+    """Return tensors without data that no `state_dict` has, each with that of a module made anew, twice, from attributes."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     lost: dict[str, str] = {}
     for prefix, module in model.named_modules():
@@ -91,14 +95,12 @@ def _arguments_of(module: nn.Module) -> dict[str, Any]:
     return arguments
 
 
-def _tensors_of(
-    module: nn.Module, arguments: Mapping[str, Any], needed: Mapping[str, Tensor], *, seed: int = 0
-) -> dict[str, Tensor]:
+def _tensors_of(module: nn.Module, given: Mapping[str, Any], needed: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
     kind = type(module)
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(seed)
-            made = kind(**arguments)
+            made = kind(**given)
     except Exception as error:
         raise _CannotMakeError(f"{kind.__name__} raises {error!r}") from error
     before, after = _attributes_of(module), _attributes_of(made)
@@ -143,12 +145,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "BOOL": torch.bool,
     "C64": torch.complex64,
-}
-"""By safetensors' names. Source: https://github.com/huggingface/safetensors#format."""
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_MOST_HEADER_BYTES = 100_000_000
-_PART_BYTES = 16 * 2**20
-_NUM_THREADS = 4
+}  # by safetensors' names; source: https://github.com/huggingface/safetensors#format.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,17 +260,12 @@ def _stored(file: Path, begin: int, file_bytes: int, name: str, entry: Mapping[s
     return stored
 
 
-FilePath = str | os.PathLike[str]
-_MOST_NAMED = 5
-
-
 class FileWeights:
     """Weights of a model in safetensors files (if given) for tensors on the "meta" device: they stay the same objects."""
 
     def __init__(self, model: nn.Module, path: FilePath | None) -> None:
         self._opened: list[tuple[Tensor, Tensor]] = []
-        self._names: dict[int, str] = {}
-        """By tensor id, the names in the files. Of several names of one tensor the last, as in `load_state_dict`."""
+        self._names: dict[int, str] = {}  # by tensor id, in the files; of several the last, as in `load_state_dict`
         self._meta: list[Tensor] = []
         self._remade: list[tuple[Tensor, Tensor]] = []
         if path is not None:

@@ -26,14 +26,14 @@ from memkit.weights.gradients import TOKEN, Accumulation, accumulating_node, are
 from memkit.weights.slots import Slot
 from memkit.weights.streaming import Streamer
 
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+_MISSING = object()
+_ADVICE = 'With train="fused" each backward is a step. To accumulate gradients, or to clip their global norm, use train="host"'
+
 
 class SteppedGradient(GradientStandIn):
     error = LayerOffloadError
     advice = 'With train="fused" gradients cannot be clipped by their global norm, scaled or read. Use train="host"'
-
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-_MISSING = object()
 
 
 def _entries_of(group: dict[str, Any]) -> dict[str, tuple[Any, int]]:
@@ -77,9 +77,6 @@ def bring_state(parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optim
                     state[name] = value.to(parameter.device)
 
 
-_ADVICE = 'With train="fused" each backward is a step. To accumulate gradients, or to clip their global norm, use train="host"'
-
-
 class _Token:
     task = -1
 
@@ -92,8 +89,7 @@ class _Sum:
         self.parameter = parameter
         self.hooks = HookSet()
         self.is_watched = False
-        self.due = -1
-        """The backward that is about to put a gradient to `grad`, or has done so; -1 once it is taken."""
+        self.due = -1  # the backward that is about to put a gradient to `grad`, or has done so; -1 once it is taken
         self.tokens = weakref.WeakSet[_Token]()
         self.parts: dict[int, Tensor] = {}
 
@@ -118,22 +114,17 @@ class FusedSteps(NotCopied, Accumulation):
         self.device = device
         self.streamer = streamer
         self._layers = {item: chunk for chunk in streamer.chunks for item in chunk.parameters}
-        self._waiting: dict[LayerChunk, set[StreamedParameter]] = {}
-        """Layers with stepped parameters, each with those still to be stepped."""
-        self._written: list[Event] = []
-        """Behind the copies to host copies of the backward that runs."""
+        self._waiting: dict[LayerChunk, set[StreamedParameter]] = {}  # layers with stepped parameters, and those to be stepped
+        self._written: list[Event] = []  # behind the copies to host copies of the backward that runs
         self._consumed: list[nn.Parameter] = []
         self._stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], SteppedGradient] = {}
         self._stepped: dict[int, nn.Parameter] = {}
-        self._whole = set[int]()
-        """The backwards that have stepped something since the user's own step, and have not failed."""
-        self._due: dict[int, nn.Parameter] = {}
-        """By id, the parameters whose `grad` holds, or is about to hold, the gradient of their step."""
+        self._whole = set[int]()  # the backwards that have stepped something since the user's own step, and have not failed
+        self._due: dict[int, nn.Parameter] = {}  # whose `grad` holds, or soon will, their step's gradient, by id
         self._outermost = 0
         self._group_of: dict[int, int] = {}
         self._alone: dict[int, nn.Parameter] = {}
-        self._frozen: list[nn.Parameter] = []
-        """Parameters of the groups that do not stream, and do not require grad yet."""
+        self._frozen: list[nn.Parameter] = []  # parameters of the groups that do not stream, and do not require grad yet
         self._groups: list[dict[str, Any]] | None = None
 
     def begin(self, chunks: Sequence[LayerChunk]) -> None:
@@ -227,8 +218,6 @@ class FusedSteps(NotCopied, Accumulation):
             if not chunk.uses:
                 with without_modes():
                     streamed.unbind()
-
-    # Parameters that do not stream
 
     def _step_by_itself(self, parameter: nn.Parameter) -> None:
         self._alone[id(parameter)] = parameter

@@ -57,6 +57,18 @@ from memkit.transfer.host_memory import Arena, Span
 from memkit.transfer.lanes import lanes_of
 from memkit.weights.chunks import LayerChunk, StreamedParameter, without_modes
 
+_NONE = -2
+_never = ().__contains__  # returns False without a frame of its own
+TOKEN = "memkit"
+_NO_CONTEXT = nullcontext()
+Made = Mapping[StreamedParameter, Tensor]
+_IDLE = {2}
+_data_of = attrgetter("data")
+_stride_of = attrgetter("gradient_stride")
+_nothing = callable  # does nothing, without a frame of its own
+_grad_of = attrgetter("grad")
+_MOST_TARGETS = 8  # for each layer, so many sets of parameters with gradients that come together are remembered
+
 
 class Accumulation(ABC):
     """Sees the gradients of streamed parameters as a backward computes them, and hands over each when it is complete."""
@@ -64,10 +76,8 @@ class Accumulation(ABC):
     def __init__(self, device: Device) -> None:
         self._device = device
         self.d2h_bytes = 0
-        self._tasks: dict[int, BackwardEnd] = {}
-        """The backwards under way, each inside of the one before; also those whose end was interrupted."""
+        self._tasks: dict[int, BackwardEnd] = {}  # those under way, innermost last, even if their end was interrupted
         self._is_on_host: Callable[[Tensor], bool] = attrgetter("is_cpu") if device.torch_device.type != "cpu" else _never
-        """Tells whether a gradient comes from the host, where a parameter lies while its layer does not run."""
         self._refused_task, self._refusal = _NONE, ""
 
     @abstractmethod
@@ -188,23 +198,13 @@ def sum_of(one: Tensor, other: Tensor) -> Tensor:
     return other + one if one.layout is not torch.strided and other.layout is torch.strided else one + other
 
 
-_NONE = -2
-_never = ().__contains__
-"""Returns False without a frame of its own."""
-TOKEN = "memkit"
-
-
-_NO_CONTEXT = nullcontext()
-
-
 class GradientBuffer:
     """Pinned host memory for one gradient: `span`, which is `taken` of the arena, or a part of that."""
 
     def __init__(self, span: Span, taken: Span) -> None:
         self.span, self.taken = span, taken
         self.storage = self._over_span()
-        self.view: Any = None
-        """The gradient here, of which `lend` gives an alias. Nobody is given this one."""
+        self.view: Any = None  # the gradient here; `lend` gives an alias of it, nobody gets this one
 
     def _over_span(self) -> torch.UntypedStorage:
         return torch.frombuffer(self.span.whole.numpy(), dtype=torch.uint8).untyped_storage()
@@ -280,11 +280,7 @@ class Flight:
     stream: Stream
     storages: Sequence[torch.UntypedStorage]
     num_bytes: int
-    done: Event | None = None
-    """None until it is known: an interrupt may come in between."""
-
-
-Made = Mapping[StreamedParameter, Tensor]
+    done: Event | None = None  # None until known: an interrupt may come in between
 
 
 class _Alive:
@@ -298,24 +294,18 @@ class _LayerGradients:
         self.chunk = chunk
         self.streamed: tuple[StreamedParameter, ...] = ()
         self.parameters: tuple[Tensor, ...] = ()
-        self.tensors: Sequence[Tensor] | None = None
-        """The binding's tensors when the hooks were set; None until all are."""
+        self.tensors: Sequence[Tensor] | None = None  # the binding's tensors when the hooks were set; None until all are
         self.requires_grad: tuple[bool, ...] = ()
         self.hooks = HookSet()
-        self.task = -1
-        """The backward that `grad` belongs to, or is about to; -1 while the layer is not open."""
+        self.task = -1  # the backward that `grad` belongs to, or is about to; -1 while the layer is not open
         self.stream_number = 0
         self.stream: Stream
         self.elsewhere: dict[StreamedParameter, Stream] = {}
-        self.calls = _Alive()
-        """The graph behind each call has a weak reference of its own to this, for as long as the graph is alive."""
+        self.calls = _Alive()  # graphs of calls have weak references to this, as long as they live
         self.nodes: dict[StreamedParameter, weakref.WeakSet[_Alive]] = {}
-        self.waits_in = _NOT_WAITING
-        """The backward, -1 outside of one, that ran at the layer's last call, if no backward has come to that call yet."""
-        self.has_nodes_counted = False
-        """Whether the nodes of all its calls are counted, since several come before a backward does."""
-        self.is_shared = False
-        """Whether several graphs may bring gradients in the running backward."""
+        self.waits_in = _NONE  # the backward of the last call, -1: none, if no backward has come to that call
+        self.has_nodes_counted = False  # whether nodes of all calls are counted: several come before a backward
+        self.is_shared = False  # whether several graphs may bring gradients in the running backward
         self.num_come: Counter[tuple[int, StreamedParameter]] = Counter()
         self.parts: dict[int, dict[StreamedParameter, Tensor]] = {}
 
@@ -333,32 +323,14 @@ class _LayerGradients:
         parts[streamed] = made if part is None else sum_of(part, made)
 
 
-_IDLE = {2}
-_data_of = attrgetter("data")
-_stride_of = attrgetter("gradient_stride")
-_nothing = callable
-"""Does nothing, without a frame of its own."""
-_grad_of = attrgetter("grad")
-_NOT_WAITING = -2
-_MOST_TARGETS = 8
-"""For each layer, so many sets of parameters with gradients that come together are remembered."""
-
-
 class HostGradients(Accumulation):
     """Takes the gradients of streamed parameters to the host; `rest` puts parameters to rest, `others` are others' spans."""
 
     def __init__(
-        self,
-        device: Device,
-        arena: Arena,
-        chunks: Sequence[LayerChunk],
-        *,
-        rest: Callable[[], None],
-        others: Callable[[], list[Span]],
+        self, device: Device, arena: Arena, chunks: list[LayerChunk], rest: Callable[[], None], others: Callable[[], list[Span]]
     ) -> None:
         super().__init__(device)
-        self._has_new_nodes = device.torch_device.type != "cpu"
-        """Whether a parameter has another node once it has left a slot: see [Note: when a gradient is complete]."""
+        self._has_new_nodes = device.torch_device.type != "cpu"  # see [Note: when a gradient is complete]
         self._watched: dict[LayerChunk, _LayerGradients] = {}
         self._layer: _LayerGradients | None = None
         self._lock = threading.RLock()
@@ -366,18 +338,15 @@ class HostGradients(Accumulation):
         self._lanes = lanes_of(device)
         self._buffers: dict[StreamedParameter, list[GradientBuffer]] = {}
         self._before: dict[StreamedParameter, Tensor] = {}
-        self._totals: dict[StreamedParameter, Tensor] = {}
-        """That, plus all gradients that were sent to the host."""
-        self._in_flight: deque[Flight] = deque()
-        """Oldest first. The memory goes back to the stream when that has waited for the copies."""
+        self._totals: dict[StreamedParameter, Tensor] = {}  # that, plus all gradients that were sent to the host
+        self._in_flight: deque[Flight] = deque()  # oldest first; the memory goes back once its stream has waited
         self._in_flight_bytes = 0
         self._targets: dict[tuple[StreamedParameter, ...], LayerBuffers] = {}
         self._window_bytes = 2 * max((chunk.num_bytes for chunk in chunks), default=0)
         self._last: Event | None = None
         self._threads = OwnThreads(1, "memkit-grad", device.enter_thread)
         self._additions: list[Future[None]] = []
-        self._kept: list[GradientBuffer] = []
-        """With gradients that the caller holds, of layers that no longer stream."""
+        self._kept: list[GradientBuffer] = []  # with gradients that the caller holds, of layers that no longer stream
         trained = [[item for item in chunk.parameters if item.parameter.requires_grad] for chunk in chunks]
         self._take_memory([parameters for parameters in trained if parameters])
 
@@ -482,7 +451,7 @@ class HostGradients(Accumulation):
         layer = self._watched.get(chunk)
         if layer is not None:
             task = torch_private.backward_task()
-            layer.waits_in = _NOT_WAITING
+            layer.waits_in = _NONE
             if layer.task != task:
                 with self._lock:
                     if task == self._refused_task:

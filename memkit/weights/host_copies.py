@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from memkit.weights.chunks import LayerChunk, StreamedParameter
     from memkit.weights.gradients import Accumulation
 
+_streaming_by: weakref.WeakValueDictionary[int, HostCopies] = weakref.WeakValueDictionary()  # by parameter's id
+NUM_BUFFERS = 4
+
 
 def move(tensors: Sequence[Tensor], torch_device: torch.device) -> None:
     with torch.inference_mode(False), torch.no_grad(), torch_private.without_dispatch_modes():
@@ -93,10 +96,6 @@ def shared_between(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[in
     return {storage: names[storage] for storage, found in homes.items() if len(found) > 1 or storage in of_buffers}
 
 
-_streaming_by: weakref.WeakValueDictionary[int, HostCopies] = weakref.WeakValueDictionary()
-"""The host copies of each streamed parameter, by its id: its `LayerOffload` keeps both alive."""
-
-
 def claim(streamed: StreamedParameter, host: HostCopies) -> None:
     _streaming_by[id(streamed.parameter)] = host
 
@@ -126,17 +125,13 @@ def refuse_streamed(model: nn.Module) -> None:
             )
 
 
-NUM_BUFFERS = 4
-
-
 @dataclass(eq=False)
 class _ReadBuffer:
     room: Span
     chunk: LayerChunk | None = None
     state: tuple[int, ...] | None = None
     sent: Event | None = None
-    has_unknown: bool = False
-    """Whether a copy to a slot may be under way whose event is unknown: an interrupt came in between."""
+    has_unknown: bool = False  # whether a copy to a slot may be under way whose event is unknown: an interrupt came in between
 
     def holds(self, chunk: LayerChunk) -> bool:
         return self.chunk is chunk and self.state is not None and self.state == chunk.state()

@@ -31,24 +31,11 @@ from memkit.weights.from_files import FilePath, FileWeights
 from memkit.weights.fused import FusedSteps, MakeOptimizer, bring_state, state_bytes_of
 from memkit.weights.gradients import HostGradients
 from memkit.weights.host_copies import DevicePlacement, HostCopies, claim, is_streamed, refuse_streamed
-from memkit.weights.selection import (
-    LayerChoice,
-    StepTimes,
-    StepTiming,
-    check_disk,
-    choose_mode,
-    chunks_of,
-    costs_of,
-    find_layers,
-    plan_layers,
-    refuse_replicas,
-    refuse_scripted,
-    refuse_unmovable,
-    why_layers_free_nothing,
-)
+from memkit.weights.selection import LayerChoice, StepTimes, StepTiming
 from memkit.weights.streaming import Streamer
 
 _FUSED = torch_private.SCALES_IN_STEP_MARK
+_STEP = torch.amp.GradScaler.step.__code__
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -98,9 +85,6 @@ def refuse_unscaled(is_streamed: Callable[[Tensor], bool], optimizer: torch.opti
             'been multiplied by what was in memory before. With train="host" use memkit.GradScaler, which has the same '
             "arguments and methods"
         )
-
-
-_STEP = torch.amp.GradScaler.step.__code__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,19 +239,19 @@ class LayerOffload(NotCopied, EnteredOnce):
             raise TypeError(f"LayerOffload needs a torch.nn.Module; found {type(model).__name__}")
         if host_limit_bytes is not None:
             host_limit_bytes = check_budget_bytes("host_limit_bytes", host_limit_bytes, may_be_zero=True)
-        refuse_unmovable(model, reads_weights=weights is not None)
+        selection.refuse_unmovable(model, reads_weights=weights is not None)
         self.model = model
         self.device = open_device(("cuda" if cuda_is_available() else "cpu") if device is None else device)
-        self._layers = find_layers(model, layers)
+        self._layers = selection.find_layers(model, layers)
         refuse_streamed(model)
-        self.train = choose_mode(train, self._layers, optimizer)
-        check_disk(disk, train=self.train, offload_ratio=offload_ratio)
-        refuse_scripted(model, self._layers, steps_all=self.train == "fused")
-        chunks = chunks_of(model, self._layers, is_trained=self.train != "frozen")
+        self.train = selection.choose_mode(train, self._layers, optimizer)
+        selection.check_disk(disk, train=self.train, offload_ratio=offload_ratio)
+        selection.refuse_scripted(model, self._layers, steps_all=self.train == "fused")
+        chunks = selection.chunks_of(model, self._layers, is_trained=self.train != "frozen")
         self._candidates = {name: chunks.get(name) for name in self._layers}
         in_layers = [item.parameter for chunk in chunks.values() for item in chunk.parameters]
         trained = [parameter for parameter in in_layers if parameter.requires_grad]
-        self.plan = plan_layers(
+        self.plan = selection.plan_layers(
             self._candidates,
             offload_ratio=offload_ratio,
             budget=budget,
@@ -275,13 +259,13 @@ class LayerOffload(NotCopied, EnteredOnce):
             num_slots=num_slots,
             state_bytes=0 if optimizer is None else state_bytes_of(optimizer, trained),
         )
-        message = why_layers_free_nothing(self._candidates, self.plan, self.device, train=self.train, num_slots=num_slots)
+        message = selection.why_layers_free_nothing(
+            self._candidates, self.plan, self.device, train=self.train, num_slots=num_slots
+        )
         if message is not None:
             warn_user(message)
-        self._num_slots, self._is_open = num_slots, isinstance(offload_ratio, str)
-        """`_is_open`: whether the streaming share is still to be found."""
-        self._timing: StepTiming | None = None
-        """Of a step in which all layers stream, if the share is open, and then of one with the final plan."""
+        self._num_slots, self._is_open = num_slots, isinstance(offload_ratio, str)  # open: the share is to be found
+        self._timing: StepTiming | None = None  # of a step in which all layers stream, then of one with the final plan
         self._times: StepTimes | None = None
         self._predicted_peak_bytes: int | None = None
         self._chunks = self._streaming()
@@ -290,8 +274,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         self._forwards = Forwards(model, self._before_pass, self._note_adopted)
         self._streamer: Streamer | None = None
         self._gradients: HostGradients | FusedSteps | None = None
-        self._leaving: list[LayerChunk] = []
-        """Layers that stay on the device from now on, and have not given back their memory."""
+        self._leaving: list[LayerChunk] = []  # layers that stay on the device from now on, and have not given back their memory
         self._host = HostCopies(self.device, model, chunks.values(), limit_bytes=host_limit_bytes, disk=disk)
         self._arena = arena = self._host.arena
         files = FileWeights(model, weights)
@@ -299,7 +282,7 @@ class LayerOffload(NotCopied, EnteredOnce):
             self._host.take(self._chunks)
             files.open()
             if self.train != "frozen":
-                refuse_replicas(self.model, self.train)
+                selection.refuse_replicas(self.model, self.train)
             if self.train == "host":
                 rest, others = lambda: self._streams.rest(), self._host.spans
                 self._gradients = HostGradients(self.device, arena, self._chunks, rest=rest, others=others)
@@ -341,8 +324,6 @@ class LayerOffload(NotCopied, EnteredOnce):
         refuse_tied(adopted, self._chunks)
         claim(adopted, self._host)
 
-    # Finding out the share, and what it takes
-
     def _begin_timing(self) -> StepTiming:
         resident = {name: layer for name, layer in self._layers.items() if name not in self.plan.streamed}
         is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
@@ -367,7 +348,7 @@ class LayerOffload(NotCopied, EnteredOnce):
         if not self._is_open:
             self._times, self._timing = times, None
             if self.plan.predicted_s is None:
-                self.plan = plan_again(self.plan, costs_of(self._candidates, times), times.h2d_bytes_per_s)
+                self.plan = plan_again(self.plan, selection.costs_of(self._candidates, times), times.h2d_bytes_per_s)
             return
         try:
             with without_modes():
@@ -380,7 +361,7 @@ class LayerOffload(NotCopied, EnteredOnce):
 
     def _choose(self, times: StepTimes) -> None:
         """Choose, by the timed step, which layers stay on the device from now on."""
-        before, costs, counter = self.plan, costs_of(self._candidates, times), self.device.memory_counter()
+        before, costs, counter = self.plan, selection.costs_of(self._candidates, times), self.device.memory_counter()
         capacity_bytes, num_slots = None if counter is None else counter.capacity_bytes(), self._num_slots
         chosen = selection.plan_measured(
             costs, times, before, train=self.train, num_slots=num_slots, capacity_bytes=capacity_bytes

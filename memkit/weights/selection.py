@@ -39,18 +39,17 @@ from memkit.weights.host_copies import shared_between
 if TYPE_CHECKING:
     from memkit.weights.streaming import Streamer
 
-
 _Module = TypeVar("_Module", bound=nn.Module)
-
-LayerChoice = Iterable[str | nn.Module] | Callable[[str, nn.Module], bool] | None
-"""Names or modules, or a predicate of name and module; None for the lists of equal modules that matter."""
-
-_SHARE_OF_LONGEST = 0.5
-"""Lists with at least this share of the longest one's elements count as well: a model may have two kinds of layers."""
-_MAX_SLOTS = 3
-"""The default of `LayerOffload`. The layers found do not depend on the number it is given."""
-_MOST, _CLEARLY, _FAR = 1 / 2, 1 / 10, 2
-"""Blocks replace their stages if they are most of these by bytes, free so much of all more, and so many times as much."""
+LayerChoice = Iterable[str | nn.Module] | Callable[[str, nn.Module], bool] | None  # None: the lists that matter
+_SHARE_OF_LONGEST = 0.5  # of the longest list's elements: such lists count as well, as of a second kind of layers
+_MAX_SLOTS = 3  # The default of `LayerOffload`. The layers found do not depend on the number it is given.
+_MOST, _CLEARLY, _FAR = 1 / 2, 1 / 10, 2  # blocks stream if they are most of the bytes, and free so much more than stages
+_MOST_WITHOUT_BACKWARD = 3  # after this many forwards in grad mode without a backward none is expected
+_MOST_SAMPLES = 32
+_TRAIN = ("auto", "frozen", "host", "fused")
+_MOSTLY = 0.5  # layers are trained if more than this share of their bytes requires grad
+_USABLE = 0.95  # of the bytes that the process may allocate: the rest is lost between blocks
+_BYTES_PER_TRAINED_BYTE = 4  # a weight, its gradient, and two values of the optimizer
 
 
 def find_layers(model: nn.Module, choice: LayerChoice, *, feature: str = "LayerOffload") -> dict[str, nn.Module]:
@@ -123,10 +122,8 @@ class _List:
 
 def _elements_of_lists(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the elements of the lists of one class that free the most device memory, or of stages the blocks in them."""
-    lists = [
-        _List(isinstance(module, nn.ModuleList), _resolved(name, module))
-        for name, module in _lists_in(modules, at_least=2).items()
-    ]
+    found_in = _lists_in(modules, at_least=2).items()
+    lists = [_List(isinstance(module, nn.ModuleList), _resolved(name, module)) for name, module in found_in]
     groups = defaultdict[Hashable, list[_List]](list)
     for found in lists:
         groups[found.role].append(found)
@@ -149,13 +146,8 @@ def _joined(lists: Iterable[_List]) -> dict[str, nn.Module]:
 def _lists_in(modules: Mapping[str, nn.Module], *, at_least: int) -> dict[str, nn.ModuleList | nn.Sequential]:
     lists = {name: module for name, module in modules.items() if isinstance(module, nn.ModuleList | nn.Sequential)}
     found = {name: module for name, module in lists.items() if len({*map(type_before_parametrizations, module)}) == 1}
-    return _outermost(
-        {
-            name: module
-            for name, module in found.items()
-            if len(module) >= at_least and any(True for _ in module[0].parameters())
-        }
-    )
+    long = {name: module for name, module in found.items() if len(module) >= at_least}
+    return _outermost({name: module for name, module in long.items() if any(True for _ in module[0].parameters())})
 
 
 def _resolved(name: str, module: nn.ModuleList | nn.Sequential) -> dict[str, nn.Module]:
@@ -275,11 +267,6 @@ def refuse_replicated(chunks: Iterable[LayerChunk]) -> None:
             )
 
 
-_MOST_WITHOUT_BACKWARD = 3
-"""After this many forwards in grad mode without a backward none is expected."""
-_MOST_SAMPLES = 32
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
     forward_s: Mapping[str, float]
@@ -381,15 +368,6 @@ class StepTiming:
             h2d_bytes_per_s=sum(transfer.num_bytes for transfer in copied) / copied_s if copied_s > 0 else None,
             peak_bytes=None if counter is None else counter.peak_bytes(),
         )
-
-
-_TRAIN = ("auto", "frozen", "host", "fused")
-_MOSTLY = 0.5
-"""Layers are trained if more than this share of their bytes requires grad."""
-_USABLE = 0.95
-"""Of the bytes that the process may allocate: the rest is lost between blocks."""
-_BYTES_PER_TRAINED_BYTE = 4
-"""A weight, its gradient, and two values of the optimizer."""
 
 
 def choose_mode(train: str, layers: Mapping[str, nn.Module], optimizer: MakeOptimizer | None) -> str:

@@ -21,6 +21,10 @@ from memkit.transfer.host_memory import Span
 from memkit.transfer.lanes import Lanes, Transfer
 from memkit.weights.chunks import LayerChunk, without_modes
 
+_num_filled = count()
+_num_writes = count(1)
+_FETCHED = (Residency.HOST, Residency.IN_FLIGHT, Residency.DEVICE)  # DEVICE, since the caller may have written since
+
 
 class Slot:
     """A storage with the bytes of one layer at a time, in use while the layer runs, or somebody holds the storage."""
@@ -29,26 +33,21 @@ class Slot:
         self.storage = storage
         self.key = storage_key(storage)
         self.num_bytes = storage.nbytes()
-        self.tensors: dict[Geometry, Tensor] = {}
-        """Views of the storage, made once and never handed out, so that the storage's use count tells who else holds it."""
+        self.tensors: dict[Geometry, Tensor] = {}  # never handed out: the storage's use count tells who else holds it
         self._views: dict[LayerChunk, tuple[tuple[Geometry, ...], tuple[Tensor, ...]]] = {}
         self._parts: dict[LayerChunk, tuple[Span, tuple[Tensor, ...]]] = {}
         self.filled = next(_num_filled)
-        self.is_overflow = is_overflow
-        """Whether it was made because all others were in use: it is released as soon as it is idle."""
+        self.is_overflow = is_overflow  # all others were in use: it goes as soon as it is idle
         self.chunk: LayerChunk | None = None
         self.state: object = None
         self.ready: Event | None = None
         self.is_ready = False
-        self.stepped: Event | None = None
-        """Reached when the last step of a parameter here beside the backward is done; others than that backward wait for it."""
+        self.stepped: Event | None = None  # the last step beside the backward; who isn't that backward waits
         self.left: Event | None = None
-        self._has_unknown = False
-        """Whether a copy from or to it may be under way whose event an interrupt kept from being recorded."""
+        self._has_unknown = False  # whether a copy may be under way whose event an interrupt has lost
         self._device = device
         stream = device.current_stream()
-        self.users: dict[Stream, Event | None] = {stream: device.record_event(stream, timed=False)}
-        """The streams that have used it since it was filled, each with the event behind its use; None: not over."""
+        self.users: dict[Stream, Event | None] = {stream: device.record_event(stream, timed=False)}  # None: in use
 
     @property
     def is_idle(self) -> bool:
@@ -249,9 +248,8 @@ class SlotRing:
         return slot
 
     def sweep(self, current: LayerChunk | None) -> None:
-        if len(self.slots) > self.num_planned:
-            for slot in [slot for slot in self if slot.is_overflow and slot.chunk is not current and slot.is_idle]:
-                self._release(slot)
+        for slot in [slot for slot in self if slot.is_overflow and slot.chunk is not current and slot.is_idle]:
+            self._release(slot)
 
     def invalidate(self) -> None:
         for slot in self.slots.values():
@@ -286,9 +284,3 @@ class SlotRing:
     def _note_bounds(self) -> None:
         starts = sorted((slot.storage.data_ptr(), slot.num_bytes) for slot in self.slots.values())
         self.bounds = [bound for start, num_bytes in starts for bound in (start, start + num_bytes)]
-
-
-_num_filled = count()
-_num_writes = count(1)
-_FETCHED = (Residency.HOST, Residency.IN_FLIGHT, Residency.DEVICE)
-"""States of bytes that may be fetched: DEVICE too, if the caller has written to host memory since."""

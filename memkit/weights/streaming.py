@@ -39,6 +39,12 @@ from memkit.weights.chunks import LayerChunk
 from memkit.weights.host_copies import DiskCopies
 from memkit.weights.slots import Slot, SlotRing
 
+_STRIDED = torch.strided
+_DIRTY = Residency.DIRTY
+_MOST_VIEWS = 1024  # at most this many views of a slot are kept for the next use
+_MOST_NOTED, _MOST_PENDING = 4096, 256
+_MOST_KNOWN_AHEAD = 512
+
 
 class StreamedHandle(KeptHandle):
     """A saved parameter in a slot, or a view of one. It does not keep the slot: unpacking fetches the layer again."""
@@ -69,12 +75,6 @@ class StreamedHandle(KeptHandle):
         return self._geometry.over(self._streamer.use(self._chunk).storage)
 
 
-_STRIDED = torch.strided
-_DIRTY = Residency.DIRTY
-_MOST_VIEWS = 1024
-"""At most this many views of a slot are kept for the next use."""
-
-
 class SavedWeight(tuple[Any, ...]):
     """A weight in a slot, as autograd saves it: (layer, parameter, its version plus `num_changes`, geometry)."""
 
@@ -85,8 +85,7 @@ class Lying(NamedTuple):
     chunk: LayerChunk
     slot: Slot
     stream_number: int
-    state: object
-    """The slot's `state` when this was made: while that is the identical object, the slot was not filled again."""
+    state: object  # the slot's `state` when this was made: while that is the identical object, the slot was not filled again
 
 
 class _HandedOn(tuple[Any, ...]):
@@ -177,10 +176,6 @@ class WeightHooks(SavedTensorHooks):
         super().__init__(saves.pack, saves.unpack, owner=saves, hands_on=True)
 
 
-_MOST_NOTED, _MOST_PENDING = 4096, 256
-_MOST_KNOWN_AHEAD = 512
-
-
 class Stalls:
     """Seconds that the device has waited for each layer, read from events, as far as they are reached."""
 
@@ -200,10 +195,8 @@ class Stalls:
 
 
 class UsePhase(Enum):
-    FORWARD = "forward"
-    """In a forward that a backward may follow."""
-    SAMPLING = "sampling"
-    """In a forward without grad mode."""
+    FORWARD = "forward"  # in a forward that a backward may follow
+    SAMPLING = "sampling"  # in a forward without grad mode
     BACKWARD = "backward"
 
 
@@ -219,16 +212,12 @@ class LayerOrder:
 
     def begin(self) -> None:
         if self.noted and self.noted != self._known:
-            self._know(self.noted)
+            self._known, self._ahead = self.noted, {}
         self.noted, self._place = [], -1
 
     def expect(self, order: list[int]) -> None:
         if sorted(self._known) != sorted(order):
-            self._know(order)
-
-    def _know(self, order: list[int]) -> None:
-        self._ahead.clear()
-        self._known = order
+            self._known, self._ahead = order, {}
 
     def note(self, layer: int) -> Mapping[int, int]:
         if len(self.noted) < _MOST_NOTED:
@@ -292,8 +281,7 @@ class Streamer:
         self._ahead: Mapping[int, int] = {}
         self._in_backward: LayerChunk | None = None
         self.lying: Lying | None = None
-        self._backward, self.backwards = -1, set[backwards.BackwardEnd]()
-        """The last backward whose end is seen, and the ends that are yet to come."""
+        self._backward, self.backwards = -1, set[backwards.BackwardEnd]()  # the last whose end is seen, the ends to come
         self.is_closed = False
 
     def count_on(self, before: Streamer) -> None:
@@ -320,9 +308,7 @@ class Streamer:
     def begin_pass(self) -> None:
         with torch_private.without_python_dispatch(), self.lock:
             self.rest()
-            self.ring.invalidate()
-            if self._disk is not None:
-                self._disk.invalidate()
+            self.invalidate()
             self._current = None
             if len(self.stalls.pending) > _MOST_PENDING:
                 self.stalls.seconds()  # reads those that are reached
@@ -331,8 +317,6 @@ class Streamer:
             self._phase = UsePhase.FORWARD if torch.is_grad_enabled() else UsePhase.SAMPLING
             self._ahead = self._orders[self._phase].ahead(-1)
             self._prefetch()
-
-    # Using layers
 
     def use(self, chunk: LayerChunk) -> Slot:
         with unseen(self.lock) if torch_private.num_dispatch_modes() else self.lock:

@@ -1,5 +1,4 @@
-"""Which fused operation `scaled_dot_product_attention` runs on a target: on the meta device it always decomposes into matrix
-products and a softmax, and saves the attention matrix."""
+"""Which fused operation `scaled_dot_product_attention` runs on a target: on the meta device torch always decomposes it."""
 
 from __future__ import annotations
 
@@ -87,8 +86,6 @@ class _Call:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
     def heads_match(self, *, grouped: bool = True, key_as_value: bool = True) -> bool:
-        """Tell whether the heads of keys and values can serve those of the queries, in an operation that knows `grouped` heads,
-        or needs as many key heads as value heads (`key_as_value`)."""
         # Source: check_batch_size_and_num_heads_dense and check_grouped_query_attention in sdp_utils_cpp.h.
         queries, keys, values = self.query.shape[1], self.key.shape[1], self.value.shape[1]
         if self.enable_gqa and grouped:

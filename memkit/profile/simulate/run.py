@@ -27,6 +27,9 @@ from memkit.profile.tree import ModuleTree
 if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
 
+_MOVES = torch_private.known("to_copy")
+_NO_AUTOCAST = ("Disabling autocast", "unsupported autocast device_type 'meta'", "device type 'meta'")
+
 
 class MetaTwins:
     """Makes the one meta twin of each tensor; twins of views share a storage. Small integers may keep data, on the CPU."""
@@ -92,14 +95,10 @@ def _is_small_integer(tensor: Tensor) -> bool:
 
 
 class TargetOps(Mode):
-    """Runs operations as a target would, and lets tensors with data and tensors without meet in them.
+    """Runs operations as a target would; beside tensors without data, those with data (constants, labels) become their twins.
 
-    A constant that the forward makes on the CPU, or the labels in a loss, are replaced by their twins. Small integer constants
-    that the forward asks for on the meta device do get data: models look into them, and no gradient flows through them. If a
-    value that does not exist is written into one, looking into it raises.
-
-    A tensor with data stands for one on the target, where moving it to the target's device moves nothing; but for what the
-    forward makes on the CPU with "cuda" as the target: a move of that makes another tensor."""
+    A tensor with data stands for one on the target, where moving it there moves nothing, unless the forward made it on the CPU.
+    """
 
     def __init__(self, target: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -107,9 +106,7 @@ class TargetOps(Mode):
         self._unknown: dict[int, torch.UntypedStorage] = {}
         self._on_host: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
-    def __torch_dispatch__(
-        self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         return run_as_on(self._target, op, args, kwargs or {}, partial(self._run, op))
 
     def _run(self, op: OpOverload, kernel: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -144,9 +141,7 @@ class TargetOps(Mode):
         return output
 
     def _is_on_host(self, tensor: Tensor) -> bool:
-        return all(
-            key in self._on_host and self._on_host[key]() is storage for key, storage in unique_storages([tensor]).items()
-        )
+        return all(key in self._on_host and self._on_host[key]() is own for key, own in unique_storages([tensor]).items())
 
 
 def _tensors_of(nested: Any) -> list[Tensor]:
@@ -162,7 +157,6 @@ def _moved(op: OpOverload, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
     return output
 
 
-_MOVES = torch_private.known("to_copy")
 # Operations whose result, or its shape, is known to Python.
 _READS = frozenset(
     {
@@ -226,7 +220,6 @@ _NO_DATA = (
     *("meta tensor", "meta device type tensor", "register_meta function", "with Meta tensors", "from the 'Meta' backend"),
     *("expected device meta but got", "but got meta"),  # of gradients: a tensor that the forward made on the CPU was written to
 )
-_NO_AUTOCAST = ("Disabling autocast", "unsupported autocast device_type 'meta'", "device type 'meta'")
 
 
 def say_why_not(error: Exception, where: str) -> None:

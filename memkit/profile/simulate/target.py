@@ -27,6 +27,15 @@ from memkit.profile.tree import dtype_name
 if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
 
+_FLOAT32_RESULT = {
+    "cuda": {"prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm"},
+    "cpu": set(),
+}
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_aten = torch.ops.aten
+Outputs = Any  # a tensor, or several
+Operation = Callable[..., Outputs]
+
 
 class Rule(Enum):
     LOWER = "floating-point tensors to the autocast dtype"
@@ -49,12 +58,6 @@ _LOWER = {
         *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "addmm", "addbmm", "_addmm_activation"),
         *("linalg_vecdot", "scaled_dot_product_attention", "_native_multi_head_attention", "mkldnn_rnn_layer"),
     },
-}
-_FLOAT32_RESULT = {
-    "cuda": {
-        *("prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum", "norm")
-    },
-    "cpu": set(),
 }
 _PROMOTE = {
     "cuda": {
@@ -149,10 +152,6 @@ def _is_eligible(value: Any) -> bool:
     return on_target and value.is_floating_point() and value.dtype != torch.float64
 
 
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
-_aten = torch.ops.aten
-
-
 class MixedDtypesError(RuntimeError):
     """Raised where a run with data would raise a RuntimeError: an operation does not take these dtypes together."""
 
@@ -190,9 +189,7 @@ def check_dtypes(op: OpOverload, args: Sequence[Any], target: str) -> None:
 def uses_onednn(tensor: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> bool:
     """Tell whether the CPU would leave a convolution to oneDNN; `how` are its further arguments."""
     # Of the tensors only shapes and dtypes matter: one element is enough.
-    on_cpu = [
-        None if given is None else given.new_empty((), device="cpu").expand(given.shape) for given in (tensor, weight, bias)
-    ]
+    on_cpu = [None if it is None else it.new_empty((), device="cpu").expand(it.shape) for it in (tensor, weight, bias)]
     backend = torch_private.select_conv_backend(*on_cpu, *how, bias_sizes=None)
     return "Slow" not in str(backend)  # torch has not given all of oneDNN's a name
 
@@ -214,9 +211,7 @@ def _name_of(op: OpOverload) -> str:
 _CLASS_DTYPES: dict[OpOverload, tuple[torch.dtype, ...]] = {
     _aten.nll_loss_forward.default: (torch.int64, torch.uint8),
     _aten.nll_loss2d_forward.default: (torch.int64,),
-}
-"""Operations whose second argument names classes, and the dtypes that it may have."""
-
+}  # whose second argument names classes, and the dtypes that it may have
 # Of these operations all tensors at these positions have the same dtype.
 _ALIKE: dict[OpOverload, tuple[int, ...]] = {
     getattr(_aten, name).default: positions
@@ -236,10 +231,6 @@ _NORMALIZATIONS: dict[str, dict[OpOverload, tuple[int, ...]]] = {
     "cuda": {_aten.native_batch_norm.default: (1, 2), **_OF_GROUPS_AND_LAYERS},
     "cpu": {_aten.native_batch_norm.default: (1, 2, 3, 4), **_OF_GROUPS_AND_LAYERS},
 }
-
-
-Outputs = Any  # a tensor, or several
-Operation = Callable[..., Outputs]
 
 
 def run_as_on(target: str, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[..., Outputs]) -> Outputs:
@@ -355,12 +346,10 @@ def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *others: Any, out_dtype: torch.dty
     return mat_a.new_empty_strided(size, (size[-2] * pitch, pitch, 1)[-len(size) :])
 
 
+# Ops whose meta kernel does not take what those with data take (source: GroupedMMUtils.h in aten/src/ATen/native), and which
+# argument names classes, of ops that take them in uint8 as well, but for their meta kernel.
 _OWN_KERNELS: dict[OpOverload, Callable[..., Tensor]] = dict.fromkeys(torch_private.known("grouped_mm"), _grouped_mm)
-"""Operations whose meta kernel does not take what those with data take. Source: GroupedMMUtils.h in aten/src/ATen/native."""
-
 _CLASSES_AT: dict[OpOverload, int] = {_aten.nll_loss_forward.default: 1, _aten.nll_loss_backward.default: 2}
-"""Which argument names classes, of operations that take them in uint8 as well, but for their meta kernel."""
-
 # Source: the kernels in aten/src/ATen/native (Convolution.cpp, Normalization.cpp, group_norm.cpp, layer_norm.cpp,
 # Activation.cpp, ReflectionPad.cpp, ReplicationPadding.cpp, MaxUnpooling.cpp, PixelShuffle.cpp, ChanelShuffle.cpp,
 # TensorTransformations.cpp), and those in its folder cuda.
@@ -406,9 +395,7 @@ class TargetMode(TorchFunctionMode):
         fused_broadcast_heads()
         fused_take_three_dims()
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         route = self._routes.get(function)
         if route is None:
             route = self._routes[function] = self._route(function)
