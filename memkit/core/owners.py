@@ -33,11 +33,9 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedWeights:
-    layers: tuple[nn.Module, ...] = ()
-    """The modules whose parameters are copied together."""
+    layers: tuple[nn.Module, ...] = ()  # the modules whose parameters are copied together
     parameters: tuple[Tensor, ...] = ()
-    slots: tuple[torch.UntypedStorage, ...] = ()
-    """Device memory that holds one layer at a time."""
+    slots: tuple[torch.UntypedStorage, ...] = ()  # device memory that holds one layer at a time
 
 
 NOTHING_STREAMED = StreamedWeights()
@@ -92,8 +90,7 @@ class _Aside(threading.local):
     is_set = False
 
 
-aside = _Aside()
-"""Whether this thread runs such a model: read as `aside.is_set`."""
+aside = _Aside()  # whether this thread runs such a model: read as `aside.is_set`
 
 
 @contextmanager

@@ -58,8 +58,7 @@ class PrivateName:
     purpose: str
     features: tuple[Feature, ...]
     kind: Kind = Kind.VALUE
-    sample: str = ""
-    """For an attribute that only instances have: the same attribute of some instance."""
+    sample: str = ""  # for an attribute that only instances have: the same attribute of some instance
 
     def find(self) -> Any:
         if self.kind is Kind.INSTANCE_FIELD:
@@ -113,8 +112,7 @@ def __getattr__(name: str) -> Any:  # torch has no types for private names
     return found
 
 
-_complete = set[Feature]()
-"""Features whose names are all known to be there. Dynamo warns of a `functools.cache` in a compiled function."""
+_complete = set[Feature]()  # features all of whose names are there. In a compiled function Dynamo warns of `functools.cache`
 
 
 def require(feature: Feature) -> None:
@@ -318,13 +316,10 @@ NAMES: dict[str, PrivateName] = {
 # Names of torch's classes, and marks that it reads or sets: recognised by name, so nothing can be looked up. A renamed one goes
 # unnoticed; the tests of this file check each against the installed torch.
 
-LEAF_NODE = "AccumulateGrad"
-"""The graph node of a parameter: `CPUOffload` and `Rematerialize` keep the parameters that are saved."""
-CAST_NODE = "ToCopyBackward0"
-"""The graph node of a cast: autocast keeps casts of parameters."""
+LEAF_NODE = "AccumulateGrad"  # a parameter's graph node: `CPUOffload` and `Rematerialize` keep the parameters that are saved
+CAST_NODE = "ToCopyBackward0"  # the graph node of a cast: autocast keeps casts of parameters
 _VIEWS = "T Transpose View UnsafeView ReshapeAlias Permute Expand Slice Select Unsqueeze Squeeze AsStrided Alias"
-VIEW_NODES = frozenset(f"{name}Backward0" for name in _VIEWS.split())
-"""The graph nodes of views: memkit looks through them for the other two."""
+VIEW_NODES = frozenset(f"{name}Backward0" for name in _VIEWS.split())  # views' graph nodes: looked through for the other two
 CHECKPOINT_HOOKS = "torch.utils.checkpoint"  # the module of a checkpoint's hooks: no context may be entered inside
 GATHERED_MARK, COMPOSED_MARK = "_is_fsdp_managed_module", "__composable_api_state_key_"  # on gathered modules; of its state
 FSDP_GROUP = ("_get_fsdp_state", "_fsdp_param_group")  # from a module to its FSDP2 group, which has all of these:

@@ -31,8 +31,7 @@ from memkit.errors import RaceError
 class ReferenceStream(Stream):
     name: str
     number: int
-    is_compute: bool
-    """Whether torch's own work, which is done at once, runs on it: then all that it waits for must land at once, too."""
+    is_compute: bool  # whether torch's own work, done at once, runs on it: all that it waits for must land at once, too
     clock: dict[int, int] = field(default_factory=dict)
     queue: deque[ReferenceCopy | ReferenceEvent] = field(default_factory=deque)
     num_enqueued: int = 0
@@ -217,8 +216,7 @@ class ReferenceDevice(Device):
         self._random = None if seed is None else random.Random(seed)
         self._lock = threading.RLock()
         self._default = ReferenceStream("compute", 0, is_compute=True)
-        self._streams = [self._default]
-        """By their numbers in the clocks."""
+        self._streams = [self._default]  # by their numbers in the clocks
         self._current = threading.local()
         self._storages: dict[int, _KnownStorage] = {}
         self._host_ranges: list[_HostRange] = []

@@ -179,8 +179,7 @@ FACTORS: Mapping[str, float] = {
     "aten.native_layer_norm_backward": 1.0,
     "aten._fused_rms_norm": 1.0,
     "aten._fused_rms_norm_backward": 1.0,
-}
-"""How far ops of a ResNet-50 (float32, TF32) and a Llama (bfloat16) stay below an H200's full speed: taken for every GPU."""
+}  # how far ops of a ResNet-50 (float32, TF32) and a Llama (bfloat16) stay below an H200's full speed: taken for every GPU
 
 _OF_MEMORY, _OF_FLOPS = 4.0 / 4.8, 0.7075  # of an H200's datasheet figures, what a large copy and product reach
 
@@ -210,8 +209,7 @@ def _from_datasheet(
     )
 
 
-_PCIE4 = (25.0, 25.0, 21.0)
-"""GB/s of PCIe 4 x16 from pinned memory. Source: nvbandwidth on many machines; both at once is scaled as on PCIe 5."""
+_PCIE4 = (25.0, 25.0, 21.0)  # GB/s of x16 from pinned memory. Source: nvbandwidth, many machines; both scaled as on PCIe 5
 _PCIE5 = (55.3, 55.5, 50.8)  # GB/s of PCIe 5 x16, as measured by memkit beside an H200
 _C2C = (290.0, 370.0, 250.0)
 _HOPPER = (989.4, 494.7, 66.9)

@@ -24,8 +24,7 @@ _MAX_COSTS = 8192
 class OpCosts:
     def __init__(self) -> None:
         self.device: Device | None = None
-        self.known_s: dict[CostKey, float] = {}
-        """Measured, or guessed until then."""
+        self.known_s: dict[CostKey, float] = {}  # measured, or guessed until then
 
     def estimate_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
         key = cost_key(func, args, results)

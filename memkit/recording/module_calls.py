@@ -36,12 +36,10 @@ class Aftermath:
         recording.sync()
         self.recording = recording
         self.last_read = {value: op for op, ins in enumerate(recording.lineage.ins) for value in ins}
-        self.writes: dict[int, list[int]] = {}
-        """By address, the numbers of the writing ops among all ops, from 1 on."""
+        self.writes: dict[int, list[int]] = {}  # by address, the numbers of the writing ops among all ops, from 1 on
         for func, address, _ in recording.effects:
             self.writes.setdefault(address, []).append(func)
-        self.alike: dict[int, list[NotedCall]] = {}
-        """By the identity of the weak reference that the calls of a module share, since the module may be gone."""
+        self.alike: dict[int, list[NotedCall]] = {}  # calls by the identity of their module's weak reference
         for call in noted:
             self.alike.setdefault(id(call.module), []).append(call)
             for value in call.given:
@@ -54,8 +52,7 @@ _OF_GATHERS = (torch_private.MODULE_STATE[0], *torch_private.MODULE_HOOKS)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _MOST_NESTED = 4
 NO_GRAD = "gradients are off"
-WRITES = "an op in it writes to what was there before"
-"""Rules out a call as a region, but not its enclosing call."""
+WRITES = "an op in it writes to what was there before"  # rules out a call as a region, but not its enclosing call
 
 
 class _Begin(NamedTuple):
@@ -75,18 +72,14 @@ class NotedCall:
         self._is_sharded = is_sharded_by_fsdp2(module)
         self._state: list[Any] | None = list(_state_of(module, is_sharded=self._is_sharded))
         self._drawn = _python_generators()
-        self.given = frozenset[int]()
-        """Its inputs that the forward made."""
-        self.made: tuple[int, frozenset[int]] = (0, frozenset())
-        """The next value's number after it, and the values that it returned."""
+        self.given = frozenset[int]()  # its inputs that the forward made
+        self.made: tuple[int, frozenset[int]] = (0, frozenset())  # the next value's number after it, and what it returned
         self.weights: tuple[int, list[tuple[weakref.ref[Tensor], int, int]]] = (0, [])
         """The number of all ops up to its end, and its parameters and buffers then, with addresses and versions."""
-        self.stop: tuple[int, int] | None = None
-        """The numbers of the next save and the next op after it; None while it runs, and if it failed."""
+        self.stop: tuple[int, int] | None = None  # the next save and op after it; None while it runs, and if it failed
         self.inputs: tuple[int, ...] = ()
         self.shapes: tuple[tuple[int, ...], ...] = ()
-        self._is_rewritten: bool | None = None
-        """None until `is_rewritten` is called."""
+        self._is_rewritten: bool | None = None  # None until `is_rewritten` is called
         self.needs_grad = False
         self.why_no_part = ""
         if not torch.is_grad_enabled():
@@ -307,10 +300,8 @@ def _is_plain(given: Any) -> bool:
 class SpanCall(NamedTuple):
     """Neighboring calls in a `Sequential`, as the call of one module."""
 
-    call: ModuleCall
-    """Its parent is the Sequential's call, by index among the noted calls."""
-    calls: tuple[int, int]
-    """The index of its first noted call, and of the first one after it."""
+    call: ModuleCall  # its parent is the Sequential's call, by index among the noted calls
+    calls: tuple[int, int]  # the index of its first noted call, and of the first one after it
     reference: SpanReference
 
 
@@ -378,10 +369,8 @@ class ModuleTrail:
         self._names: dict[nn.Module, str] = {}
         self._notes_calls = notes_calls
         self._num_calls = Counter[nn.Module]()
-        self.calls: list[NotedCall] = []
-        """In the order of their beginnings."""
-        self.ended: list[int] = []
-        """Their indices, in the order of their ends."""
+        self.calls: list[NotedCall] = []  # in the order of their beginnings
+        self.ended: list[int] = []  # their indices, in the order of their ends
 
     def follow(self, recording: Recording) -> None:
         self._recording = recording

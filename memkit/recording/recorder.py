@@ -84,12 +84,10 @@ _address_of, _version_of = torch_private.storage_address, torch_private.version_
 _is_in_backward = torch_private.backward_task
 _new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than its fields
 _VIEW, _PLAIN, _COPY = "view", "plain", "copy"
-_ALIAS = torch.ops.aten.alias.default
-"""The first op of `torch.autograd.forward_ad.make_dual`."""
+_ALIAS = torch.ops.aten.alias.default  # the first op of `torch.autograd.forward_ad.make_dual`
 
 
-_COLLECTIVES = "c10d"
-"""The namespace of ops that may write to any of their tensors, with no sign in schemas or version counters."""
+_COLLECTIVES = "c10d"  # namespace of ops that may write to any of their tensors, with no sign in schemas or version counters
 _GATHERS = "fsdp"
 """The namespace of FSDP2's ops. Their writes to a parameter's storage restore its freed contents. Shards are not written to
 within a step, or the tensors that autograd saved of the parameter would be wrong as well."""
@@ -108,10 +106,8 @@ class Recorder(QuietMode):
         self.kind_of = kinds.of
         self._generator_of = generator_of
         self.estimate_s = estimate_s
-        self.sees_dual = False
-        """A dual level was opened since the mode was entered: leave it at the next save, outside of any op."""
-        self._paths: dict[Any, Any] = {}
-        """How to record each op: one of three words, or a method of the class: a bound one would keep this object alive."""
+        self.sees_dual = False  # a dual level was opened since: leave the mode at the next save, outside of any op
+        self._paths: dict[Any, Any] = {}  # how to record each op: one of three words, or a method of the class
 
     def follow(self, recording: Recording) -> None:
         self.recording = recording

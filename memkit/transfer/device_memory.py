@@ -14,8 +14,7 @@ from memkit.errors import note_on
 
 
 class MemoryHolder(Protocol):
-    holder: str
-    """Its name for users: "LayerOffload's slots"."""
+    holder: str  # its name for users: "LayerOffload's slots"
 
     @property
     def num_bytes(self) -> int:

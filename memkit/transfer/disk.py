@@ -25,10 +25,8 @@ from memkit.device.base import Device, Event
 from memkit.errors import DiskError, warn_user
 from memkit.transfer.host_memory import Gaps, Range, Span
 
-BLOCK_BYTES = 8 * 2**20
-"""The most to read or write at once: large enough for full speed, small enough that several threads share one chunk."""
-_MOST_BUFFERS = 512
-"""Half of what Linux takes at once."""
+BLOCK_BYTES = 8 * 2**20  # the most to read or write at once: enough for full speed, and threads share one chunk
+_MOST_BUFFERS = 512  # half of what Linux takes at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,8 +34,7 @@ class DiskBlock:
     offset: int
     buffers: tuple[memoryview, ...]
     num_bytes: int
-    is_aligned: bool
-    """Whether each buffer begins at a page's multiple and is of whole pages, so that the disk may fill it itself."""
+    is_aligned: bool  # whether each buffer is whole pages from a page's multiple on, so that the disk may fill it itself
 
 
 def cut_in_blocks(ranges: Sequence[Range], pieces: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES) -> list[DiskBlock]:
@@ -69,8 +66,7 @@ def _block(offset: int, memories: list[tuple[int, memoryview]], num_bytes: int) 
     return DiskBlock(offset=offset, buffers=tuple(part for _, part in taken), num_bytes=num_bytes, is_aligned=is_aligned)
 
 
-_MOST_TRIES = 8
-"""A disk may move less than a page this often in a row before that is an error."""
+_MOST_TRIES = 8  # a disk may move less than a page this often in a row before that is an error
 _MODE = 0o600
 
 
@@ -80,8 +76,7 @@ class DiskFile:
     def __init__(self, directory: Path, num_bytes: int) -> None:
         self._local = threading.local()
         self.directory, self.num_bytes = directory, num_bytes
-        self.is_direct = False
-        """Whether bytes go between the disk and memory without the system's cache."""
+        self.is_direct = False  # whether bytes go between the disk and memory without the system's cache
         self.refusal: str | None = None
         self._handle = -1
         try:
@@ -255,8 +250,7 @@ class DiskTransfer:
         is_read: bool,
     ) -> None:
         self.what, self.blocks, self.move, self.is_read = what, blocks, move, is_read
-        self.error: BaseException | None = None
-        """The error of the first block that failed. Blocks that had not begun then are not moved."""
+        self.error: BaseException | None = None  # of the first block that failed; later blocks are not moved
         self._begin = begin
         self.is_beginning = False
         self._next = self._num_moving = 0
@@ -363,8 +357,7 @@ class DiskQueue:
 class DiskCopy:
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name, self.num_bytes = name, num_bytes
-        self.places: tuple[tuple[Range, ...], tuple[Range, ...]] = (), ()
-        """The file ranges of the last write that has ended well, and of the write under way; empty for none."""
+        self.places: tuple[tuple[Range, ...], tuple[Range, ...]] = (), ()  # in the file: of the last whole write, and under way
         self.transfer: DiskTransfer | None = None
 
     @property

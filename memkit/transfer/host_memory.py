@@ -167,10 +167,8 @@ class Span:
     pieces: tuple[Tensor, ...]
     free_events: tuple[Event, ...]
     ranges: tuple[Range, ...]
-    whole: Any
-    """All its bytes as one tensor, also across such edges: for the host. None if it is scattered."""
-    staging: Staging | None
-    """`Lanes` copies an unpinned span through it; None if the span is pinned."""
+    whole: Any  # all its bytes as one tensor, also across such edges: for the host. None if it is scattered
+    staging: Staging | None  # `Lanes` copies an unpinned span through it; None if the span is pinned
 
     def part(self, start: int, end: int) -> Span:
         """Return some bytes of a span that was pinned as one, as a span. Only the whole is given back."""
@@ -316,8 +314,7 @@ def shares(num_bytes: int) -> list[int]:
     return [min(share, num_bytes - start) for start in range(0, num_bytes, share)]
 
 
-CHUNK_BYTES = 16 * 2**20
-"""Size of a buffer: one is filled while another is on its way, and far fewer bytes reach the link's full speed."""
+CHUNK_BYTES = 16 * 2**20  # a buffer: one is filled while another is on its way, and fewer bytes reach full speed
 NUM_BUFFERS = 4
 
 
@@ -475,8 +472,7 @@ def describe_refusal(num_bytes: int, chunk_bytes: int, reason: str, *, has_buffe
     )
 
 
-LOOSE_BYTES = 2**30
-"""Up to here an arena grows rather than cut a span into more pieces; above, it does so within `_SLACK`."""
+LOOSE_BYTES = 2**30  # up to here an arena grows rather than cut a span into more pieces; above, it does so within `_SLACK`
 _SLACK = 1.05
 
 _Taken = TypeVar("_Taken")
@@ -525,12 +521,10 @@ class Arena:
         self._committed = PinnedSegments(device)
         self._segments = self._committed.all
         self._gaps = Gaps()
-        self._last_uses: deque[tuple[Range, Event]] = deque()
-        """Freed ranges whose last use is not reached, oldest first; also once they are taken again."""
+        self._last_uses: deque[tuple[Range, Event]] = deque()  # freed ranges still in use, oldest first, taken again or not
         self._spans: dict[int, Span] = {}
         self.in_use_bytes = 0
-        self._broken_at: int | None = None
-        """How many spans were taken before the call that was broken off: see [Note: interrupted arena]."""
+        self._broken_at: int | None = None  # spans taken before the call that was broken off: see [Note: interrupted arena]
         self._must_pin = must_pin
         self._staging: Staging | None = None
         self._buffer_spans: list[Span] = []

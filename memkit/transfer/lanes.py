@@ -126,8 +126,7 @@ class Lanes:
         self.back = device.new_stream("H2D")
         self.out_by_turns = self.out, device.new_stream("D2H, by turns")
         self.back_by_turns = self.back, device.new_stream("H2D, by turns")
-        self.next_use: Callable[[], int] = itertools.count(1).__next__
-        """Returns the next number of the counter: see [Note: one queue for all]."""
+        self.next_use: Callable[[], int] = itertools.count(1).__next__  # counts uses: see [Note: one queue for all]
         self.prefetchers = weakref.WeakSet[Prefetcher]()
 
     def join(self, prefetcher: Prefetcher) -> None:

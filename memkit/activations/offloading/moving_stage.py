@@ -41,8 +41,7 @@ class OffloadOptions:
     device: Device | None
 
 
-_MANY_SAVES, _MOST = 9, 0.75
-"""No operator saves so many tensors by itself, and no more than this share of all should be saved at once."""
+_MANY_SAVES, _MOST = 9, 0.75  # no operator saves so many tensors, and no more than this share should be saved at once
 
 
 class MovingStage(Stage):
@@ -64,8 +63,7 @@ class MovingStage(Stage):
         self._capture: Capture | None = None if paused.are_any() else Capture()
         self._saves: ScheduledSaves | None = None
         self._scheduled: ScheduledForward | None = None
-        self._may_follow = True
-        """The next save may begin or leave a schedule."""
+        self._may_follow = True  # the next save may begin or leave a schedule
         self._left: Trace | None = None
         self._saw_device = False
         self._is_alone = True

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from memkit.activations.offloading.scheduled import ScheduledForward
 
 
-_PASSED_OVER = 8
-"""A fetched record that so many others have overtaken is given back: the backward goes another way."""
+_PASSED_OVER = 8  # a fetched record that so many others have overtaken is given back: the backward goes another way
 
 
 class OffloadWindow:
