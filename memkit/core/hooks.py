@@ -58,7 +58,6 @@ def put_last(handle: RemovableHandle) -> None:
 
 
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
-
 _left: list[RemovableHandle] = []  # hooks dropped within a step: they do nothing any more, and go when the next is set
 
 
@@ -99,8 +98,7 @@ leave_untraced(_Untraced.__call__)
 
 
 class _WithKeywords:
-    """A global hook with keyword arguments, which torch doesn't forget when it removes the hook. It is held before it is
-    set."""
+    """A global hook with keyword arguments, which torch doesn't forget when it removes the hook. It is held, then set."""
 
     handle: Any = None
 
@@ -188,7 +186,6 @@ class HookSet:
         self._handles.append(parameter.register_hook(hook))
 
     def before_any_step(self, hook: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Call `hook(optimizer)` before each step of every optimizer: see `StepHook`."""
         held = StepHook(hook)
         self._handles.append(held)
         held.set()

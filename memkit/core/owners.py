@@ -27,8 +27,7 @@ class Owner(Protocol):
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return a function that returns the tensor with its current bytes, or raises autograd's error if it was written to."""
 
-    def streamed(self) -> StreamedWeights:
-        """Return the parameters that stream through its storages."""
+    def streamed(self) -> StreamedWeights: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +38,6 @@ class StreamedWeights:
 
 
 NOTHING_STREAMED = StreamedWeights()
-
-
 _owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 
 

@@ -161,8 +161,6 @@ def _of(symbol: str, purpose: str, *features: Feature, kind: Kind = Kind.VALUE, 
 
 _field, _setter = functools.partial(_of, kind=Kind.FIELD), functools.partial(_of, kind=Kind.SETTER)
 _instance_field = functools.partial(_of, kind=Kind.INSTANCE_FIELD)
-
-
 _AUTOGRAD = "torch._C._autograd"
 _DISPATCH = "torch.utils._python_dispatch"
 _EVAL_FRAME = "torch._C._dynamo.eval_frame"
@@ -337,15 +335,13 @@ COMPILED_CALL, COMPILED_CALLER = "_compiled_call_impl", ("torch._dynamo.eval_fra
 """The attribute with a module's compiled code, and the function that calls it; `Rematerialize` stands around it."""
 COMPILED_SAVER = "torch._functorch._aot_autograd"  # the modules that save for compiled code: refused where it is not known
 TRANSFORMS = ("torch._functorch.apis", "torch._functorch.eager_transforms", "torch._functorch.vmap", "torch._vmap_internals")
-DYNAMO, HIGHER_ORDER_OPS = "torch._dynamo", "torch._higher_order_ops.utils"
-"""The modules that are loaded where anything may be compiled, and where a higher-order op may compile by itself."""
+DYNAMO, HIGHER_ORDER_OPS = "torch._dynamo", "torch._higher_order_ops.utils"  # loaded where anything, or an op, may compile
 DYNAMO_CONFIG = "torch._dynamo.config"  # lets a trace run compiled code as plain Python: `memkit.profile.partitions`
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """A module's hooks; with `_global` in front, the hooks of all modules. A region has none of the user's."""
 SCALES_IN_STEP_MARK = "_step_supports_amp_scaling"  # a fused optimizer's own mark: `GradScaler` scales for it
 STEPPED_MARK = "_opt_called"  # a scheduler makes an optimizer's `step()` set it, and warns if its own comes first
 MODULE_STATE = ("_parameters", "_buffers", "_modules")  # no tensors of the module's own: a profile without data leaves them
-READ_BY_MODULES = frozenset({"_is_view", "_has_compatible_shallow_copy_type"})
-"""Attributes that torch reads of a gradient whose module is moved: allowed on one that `LayerOffload` has used up."""
+READ_BY_MODULES = frozenset({"_is_view", "_has_compatible_shallow_copy_type"})  # of a gradient whose module is moved
 ZEROING_ALL = "_foreach_zero_"  # `zero_grad` zeroes many gradients by it: the same
 MOVING_ALL = "_apply"  # moves or casts a module, also as a part of another: one that streams stays in place

@@ -31,7 +31,6 @@ class Ceilings:
 
 
 GUESSED = Ceilings(bytes_per_s=1e12, flops_per_s=1e14)  # a typical GPU's: for plans that are made without one
-
 _measured: dict[Device, Ceilings] = {}
 
 

@@ -37,8 +37,6 @@ def default_generator(torch_device: torch.device) -> torch.Generator:
 
 
 class CudaStream(Stream):
-    """A CUDA stream. Source: `torch.cuda.Stream`."""
-
     __slots__ = ("raw", "stream")
 
     def __init__(self, stream: torch.cuda.Stream) -> None:

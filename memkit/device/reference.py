@@ -74,7 +74,8 @@ class ReferenceEvent(Event):
     def is_reached(self) -> bool:
         is_reached = self.stream.num_landed >= self.position
         if is_reached and not self.stream.is_compute:  # a compute stream would hide each missing wait
-            self.device.note_reached(self)
+            with self.device._lock:  # the host has seen it: all later work on any stream comes behind
+                self.device._order_all_behind(self.clock)
         return is_reached
 
 
@@ -96,9 +97,6 @@ class Accesses:
             self.reads.clear()
         else:
             self.reads[stamp.stream.number] = stamp
-
-    def copy(self) -> Accesses:
-        return Accesses(self.written, dict(self.reads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +153,8 @@ class _HostRange:
 
     def outside(self, start: int, end: int) -> list[_HostRange]:
         parts = (self.start, min(self.end, start)), (max(self.start, end), self.end)
-        return [_HostRange(*part, self.accesses.copy()) for part in parts if part[0] < part[1]]
+        found = self.accesses
+        return [_HostRange(*part, Accesses(found.written, dict(found.reads))) for part in parts if part[0] < part[1]]
 
 
 class _Counter(MemoryCounter):
@@ -281,11 +280,6 @@ class ReferenceDevice(Device):
                 self._land(stream, position)
                 self._order_all_behind(clock)
             self._raise_races()
-
-    def note_reached(self, event: ReferenceEvent) -> None:
-        """Order all later work on any stream behind an event: the host has seen that it is reached."""
-        with self._lock:
-            self._order_all_behind(event.clock)
 
     def _order_all_behind(self, clock: dict[int, int]) -> None:
         for stream in self._streams:

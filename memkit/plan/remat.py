@@ -317,8 +317,8 @@ class Walks:
         self.is_large = self._num_events > 4_000  # fewer plans are simulated then: each takes a tenth of a second or more
         saved, sizes = frozenset(step.saves), step.lineage.num_bytes
         skeletons = (frozenset[int](), *(anchors - self.asked for anchors in CutPlaces(step).skeletons()))
+        # the sets of unsaved values that may be held, smallest first, with their bytes
         self._held = {anchors: sum(sizes[value] for value in anchors - saved) for anchors in skeletons}
-        """The sets of unsaved values that may be held, smallest first, with their bytes."""
         self._orders: dict[frozenset[int], tuple[list[int], list[int]]] = {}
         self._explored: dict[float, list[Outcome]] = {}
         self._smallest: Outcome | None = None

@@ -41,8 +41,7 @@ class OpCosts:
 
 
 _NUM_MEASURED = 100
-_OP, _SAVED, _REPLAYED, _REGION = 2.5, 4.0, 3.0, 10.0
-"""Multiples of the cost of recording an op, for an op with its module and its launch, a save, a replayed op, a region."""
+_OP, _SAVED, _REPLAYED, _REGION = 2.5, 4.0, 3.0, 10.0  # times recording an op; an op is with its module and its launch
 
 
 @functools.cache

@@ -69,7 +69,6 @@ class Expected:
         *,
         is_plain: bool,
     ) -> None:
-        """Called before an op that is recorded."""
         if op is not None and op.func is func and not op.is_skipped and is_plain and recording.num_values <= op.first:
             recording.num_values = op.made  # first: so no other value has one of these numbers, whatever comes
             try:
@@ -80,7 +79,6 @@ class Expected:
         self.end(recording)
 
     def _number_roots(self, recording: Recording, args: Iterable[Any], op: ExpectedOp) -> bool:
-        """Tell whether an op reads the expected roots."""
         numbers = iter(op.ins)
         for tensor in tensors_in(args):
             number = next(numbers, -1)

@@ -74,8 +74,7 @@ class NotedCall:
         self._drawn = _python_generators()
         self.given = frozenset[int]()  # its inputs that the forward made
         self.made: tuple[int, frozenset[int]] = (0, frozenset())  # the next value's number after it, and what it returned
-        self.weights: tuple[int, list[tuple[weakref.ref[Tensor], int, int]]] = (0, [])
-        """The number of all ops up to its end, and its parameters and buffers then, with addresses and versions."""
+        self.weights: tuple[int, list[tuple[weakref.ref[Tensor], int, int]]] = (0, [])  # ops up to its end, its weights then
         self.stop: tuple[int, int] | None = None  # the next save and op after it; None while it runs, and if it failed
         self.inputs: tuple[int, ...] = ()
         self.shapes: tuple[tuple[int, ...], ...] = ()
@@ -84,7 +83,11 @@ class NotedCall:
         self.why_no_part = ""
         if not torch.is_grad_enabled():
             self.why_no_part = NO_GRAD
-        elif any(_is_made_here(tensor, recording) for tensor in self._state if isinstance(tensor, Tensor)):
+        elif any(
+            is_lazy(tensor) or not is_range_of_bytes(tensor) or _values_of(tensor, recording)  # a lazy one is made in this call
+            for tensor in self._state
+            if isinstance(tensor, Tensor)
+        ):
             self.why_no_part = "an attribute of it was computed in this step"
         self.why_not = self.why_no_part
 
@@ -144,7 +147,6 @@ class NotedCall:
         return False
 
     def as_planned(self, aftermath: Aftermath) -> ModuleCall:
-        """Return the call in the form that `plan/` works on, after the forward."""
         return _planned([self], self.why_not or ("" if self.stop is not None else "it failed"), self.inputs, aftermath)
 
 
@@ -213,14 +215,6 @@ def _is_own(value: int, recording: Recording) -> bool:
     return root is None or root.is_inside
 
 
-def _is_made_here(tensor: Tensor, recording: Recording) -> bool:
-    if is_lazy(tensor) or not is_range_of_bytes(tensor):  # a lazy one is made in this call
-        return True
-    storage = _storage_of(tensor)
-    value = None if storage is None else recording.find(storage)
-    return value is not None and _is_own(value, recording)
-
-
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     try:
         return tensor.untyped_storage()
@@ -234,7 +228,6 @@ def _weights_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's storage, 0 if it has none, and the tensor's version."""
     storage = _storage_of(tensor)
     version = -1 if tensor.is_inference() else torch_private.version_of(tensor)
     return 0 if storage is None else torch_private.storage_address(storage), version
@@ -405,7 +398,6 @@ class ModuleTrail:
             self._hooks.remove()
 
     def go_on(self, ended: nn.Module | None = None) -> None:
-        """Set the hooks again, if they were on."""
         if self._is_paused:
             self._is_paused = False
             if ended is not None:
@@ -428,9 +420,8 @@ class ModuleTrail:
         recording, place = self._recording, -1
         if self._notes_calls and torch_private.backward_task() == -1:
             place = len(self.calls)
-            parent = self._running[-1][2] if self._running else -1
             name = self._names.get(module, type(module).__name__)
-            self.calls.append(NotedCall(module, name, self._num_calls[module], parent, recording))
+            self.calls.append(NotedCall(module, name, self._num_calls[module], self.place, recording))
             self._num_calls[module] += torch.is_grad_enabled()
         self._running.append((module, len(recording.calls), place))
 

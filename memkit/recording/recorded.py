@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
 
 _STRIDED = torch.strided
-
 Source = tuple[Any, int, torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype, bool, bool]
 """A tensor argument: its position or name (in a list, with the index), its value, and its `Geometry` in the storage."""
 

@@ -32,8 +32,7 @@ from memkit.recording.recorded import (
 )
 from memkit.recording.recording import Recording
 
-_IS_ASKED_OF_MODES = bool(torch_private.known("asks_modes_on_stack"))
-"""Dynamo asks each active mode whether it may compile. Older versions read a flag that entering a mode sets."""
+_IS_ASKED_OF_MODES = bool(torch_private.known("asks_modes_on_stack"))  # older versions read a flag that entering a mode sets
 
 
 def _may_compile() -> bool:
@@ -85,8 +84,6 @@ _is_in_backward = torch_private.backward_task
 _new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than its fields
 _VIEW, _PLAIN, _COPY = "view", "plain", "copy"
 _ALIAS = torch.ops.aten.alias.default  # the first op of `torch.autograd.forward_ad.make_dual`
-
-
 _COLLECTIVES = "c10d"  # namespace of ops that may write to any of their tensors, with no sign in schemas or version counters
 _GATHERS = "fsdp"
 """The namespace of FSDP2's ops. Their writes to a parameter's storage restore its freed contents. Shards are not written to
@@ -246,7 +243,9 @@ class Recorder(QuietMode):
         targets = written_by(kind, args, kwargs) if kind.written else []
         if targets and not any(map(recording.is_known, targets)):
             return self._run_on_strangers(func, args, kwargs, targets)
-        kept, kept_kwargs, sources = self._take_arguments(args, kwargs)
+        sources: list[Source] = []
+        kept = [self.take(key, argument, sources) for key, argument in enumerate(args)]
+        kept_kwargs = {name: self.take(name, argument, sources) for name, argument in kwargs.items()} if kwargs else None
         generator = state = None
         if kind.is_random:
             generator = self._generator(args, kwargs)
@@ -283,15 +282,6 @@ class Recorder(QuietMode):
             recording.add_written(targets, are_inside)
             recording.add_roots(results)
         return results
-
-    def _take_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-    ) -> tuple[list[Any], dict[str, Any] | None, list[Source]]:
-        sources: list[Source] = []
-        kept = [self.take(key, argument, sources) for key, argument in enumerate(args)]
-        if not kwargs:
-            return kept, None, sources
-        return kept, {name: self.take(name, argument, sources) for name, argument in kwargs.items()}, sources
 
     def take(self, key: int | str, argument: Any, sources: list[Source]) -> Any:
         """Return an argument as it is recorded; a tensor becomes a source and None."""
@@ -345,7 +335,6 @@ class Recorder(QuietMode):
         generator: torch.Generator | None = None,
         state: Tensor | None = None,
     ) -> None:
-        """Note an op's new results, and the new contents of written tensors."""
         recording = self.recording
         made, places, keys = list[Tensor](), list[int](), set[int]()
         for place, tensor in enumerate(tensors_in(results)):

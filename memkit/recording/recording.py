@@ -92,7 +92,6 @@ def change_settings(found: Settings, wanted: Settings, also: tuple[Setting, ...]
 
 
 _MOST_STATISTICS = 2**16  # larger buffers are not taken for statistics (channels)
-
 recordings_over: weakref.WeakValueDictionary[int, Recording] = weakref.WeakValueDictionary()
 """By id, recordings of finished forwards with living graphs: they copy values before a later forward overwrites them."""
 
@@ -228,14 +227,11 @@ class Recording:
         self.num_values = 0
         self.held_bytes = 0  # bytes of the roots that only this recording holds
         self.current: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by address
-        self.lent: dict[int, tuple[weakref.ref[torch.UntypedStorage]]] = {}
-        """Storages that were seen and whose owner may change the contents, so that they are not in `current`."""
+        self.lent: dict[int, tuple[weakref.ref[torch.UntypedStorage]]] = {}  # not in `current`: their owner may change them
         self.lineage = GrowingLineage()  # the ops and values in numbers, as of the last `sync`
         self.saved: list[int] = []  # the value of each counted save
         self.saved_at: list[tuple[int, int]] = []  # the numbers of recorded ops and of all ops before each counted save
-        self.effects: list[tuple[int, int, int]] = []
-        """Effects of ops beside new values: the op's number among `funcs`, from 1 on; the address of the storage written to, 0
-        for any other effect; and the old value, -1 if it is not known."""
+        self.effects: list[tuple[int, int, int]] = []  # number in `funcs`, from 1; storage written to, or 0; old value, or -1
         self.modules: dict[int, str] = {}
 
     def sync(self) -> None:
@@ -270,7 +266,6 @@ class Recording:
         return self.find(tensor.untyped_storage()) is not None
 
     def value_of(self, tensor: Tensor) -> int:
-        """Return the current value of a tensor's storage: a new root if it was never seen."""
         storage = tensor.untyped_storage()
         value = self.find(storage)
         return self.add_root(tensor, storage, is_inside=False) if value is None else value
@@ -423,10 +418,8 @@ class Recording:
         if self.anchors is not None and value in self.retained:
             self.anchors.copy(value)
         root = self.roots.get(value)
-        if root is None:
-            return
-        if root.lent is not None:
-            return  # its owner handles writes
+        if root is None or root.lent is not None:
+            return  # the owner of a lent one handles writes
         if root.alias is None and not (value in self.retained and self.hold(value, is_in_dispatch=True)):
             root.is_lost = True
             return
@@ -482,7 +475,6 @@ class Recording:
         return found, {place: start.elapsed_s(end) for place, start, end in self.call_times}
 
     def times_alone(self) -> Recording:
-        """Return a recording with the times of this one and none of its values."""
         self.sync()
         recording = Recording(self.device, is_timed=True)
         recording.lineage, recording.times, recording.call_times = self.lineage, self.times, self.call_times
@@ -522,7 +514,6 @@ def step_of(
 
 
 def names_of(recording: Recording, values: Iterable[int]) -> dict[int, tuple[str, str]]:
-    """Return the op and the module of each value that an op made."""
     recording.sync()
     maker, calls, modules = recording.lineage.maker, recording.calls, recording.modules
     made = ((value, maker[value]) for value in values if maker[value] != NO_OP)

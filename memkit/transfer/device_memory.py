@@ -17,8 +17,7 @@ class MemoryHolder(Protocol):
     holder: str  # its name for users: "LayerOffload's slots"
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of device memory that it has now."""
+    def num_bytes(self) -> int: ...
 
 
 class DeviceMemory:

@@ -11,9 +11,10 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 from torch import Tensor
@@ -169,7 +170,8 @@ class DiskFile:
     def move(self, block: DiskBlock, *, is_read: bool) -> None:
         is_straight = block.is_aligned or not self.is_direct
         buffers = block.buffers if is_straight else (self._buffer(block.num_bytes),)
-        pairs = [] if is_straight else [*_paired(block.buffers, buffers[0])]
+        placed = zip(block.buffers, accumulate(map(len, block.buffers), initial=0), strict=False)
+        pairs = [] if is_straight else [(memory, buffers[0][at : at + len(memory)]) for memory, at in placed]
         for memory, part in () if is_read else pairs:
             part[:] = memory
         self._move_all(self._read_some if is_read else self._write_some, buffers, block.offset)
@@ -195,12 +197,6 @@ class DiskFile:
             if num_tries == _MOST_TRIES:
                 raise OSError(errno.EIO, f"only {done} of {num_bytes} bytes were moved")
             done += moved
-
-
-def _paired(memories: Sequence[memoryview], buffer: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
-    for memory in memories:
-        yield memory, buffer[: len(memory)]
-        buffer = buffer[len(memory) :]
 
 
 def _behind(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:

@@ -7,7 +7,6 @@ nothing but the device, and the device for nothing but recorded events.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import mmap
@@ -38,7 +37,6 @@ from memkit.errors import HostMemoryError
 # Linux's MAP_NORESERVE, MADV_HUGEPAGE and MADV_WIPEONFORK: else a fork copies pinned memory at once, not only when a process
 # writes to it, which costs each worker of a data loader seconds and gigabytes. With it the child finds zeros.
 _MAP_NORESERVE, _ADVICE = (0x4000, (14, 18)) if sys.platform == "linux" else (0, ())
-
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
@@ -63,7 +61,7 @@ class Addresses:
                 if num_bytes < HOST_PAGE_BYTES:
                     raise HostMemoryError(f"the system gives no addresses for host memory: {error}") from error
         for advice in _ADVICE:
-            with contextlib.suppress(OSError):  # the kernel may be too old, or built without
+            with suppress(OSError):  # the kernel may be too old, or built without
                 self._map.madvise(advice)
         self._skipped = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % HOST_PAGE_BYTES
         self.num_bytes = num_bytes
@@ -133,7 +131,7 @@ def container_room_bytes() -> int | None:
             continue
         own = root / path.lstrip("/")
         for group in (own, *own.parents):  # each group above may set a limit; a container may see its own as the root
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            with suppress(OSError, ValueError):  # no such file, or "max"
                 limit_bytes, used_bytes = (int((group / name).read_text()) for name in names)
                 cached_bytes = sum(int(stat.split()[1]) for stat in _lines(group / "memory.stat") if stat.startswith(cache))
                 rooms.append(limit_bytes - used_bytes + cached_bytes)
@@ -474,7 +472,6 @@ def describe_refusal(num_bytes: int, chunk_bytes: int, reason: str, *, has_buffe
 
 LOOSE_BYTES = 2**30  # up to here an arena grows rather than cut a span into more pieces; above, it does so within `_SLACK`
 _SLACK = 1.05
-
 _Taken = TypeVar("_Taken")
 _Args = ParamSpec("_Args")
 
@@ -587,7 +584,7 @@ class Arena:
             self._staging = None
             raise
         chunk_bytes = min(rounded(max(span.num_bytes for span in self._spans.values()), ALIGNMENT_BYTES), CHUNK_BYTES)
-        with contextlib.suppress(HostMemoryError):
+        with suppress(HostMemoryError):
             self._buffer_spans = self._take_apart([chunk_bytes] * NUM_BUFFERS, is_buffer=True)
         staging.add_buffers([buffer.pieces[0] for buffer in self._buffer_spans])
         self.refusal = describe_refusal(num_bytes, chunk_bytes, reason, has_buffers=bool(self._buffer_spans))
@@ -640,7 +637,7 @@ class Arena:
     @_mended
     def reserve(self, num_bytes: int) -> None:
         """Begin to commit memory in the background up to so many bytes in all; `take` raises what has failed."""
-        with contextlib.suppress(HostMemoryError):
+        with suppress(HostMemoryError):
             if self.limit_bytes is not None:
                 num_bytes = min(num_bytes, self.limit_bytes // HOST_PAGE_BYTES * HOST_PAGE_BYTES)
             self._commit(shares(num_bytes - self.held_bytes))

@@ -95,8 +95,7 @@ class Transfer:
 
 class Prefetcher(Protocol):
     @property
-    def is_active(self) -> bool:
-        """Whether it may have something to fetch."""
+    def is_active(self) -> bool: ...
 
     def bring_until(self, use_order: int) -> bool:
         """Put on the lane what the backward needs sooner than the use `use_order`; tell whether all of it is on its way."""

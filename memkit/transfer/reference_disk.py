@@ -13,7 +13,6 @@ from memkit.transfer.disk import Disk, DiskFile, DiskQueue, DiskTransfer
 from memkit.transfer.host_memory import Range
 
 POISON = 0xCB  # the content of memory until a read has landed in it, and of free places in the file
-
 Fault = Callable[[str, int, int], int]  # kind of request, offset, bytes -> how many to move; may raise an `OSError`
 
 

@@ -72,8 +72,7 @@ class MovingStage(Stage):
         """By storage, bytes of tensors too small to move, until a larger one is found."""
         self._may_be_compiled = dynamo_is_loaded()
         self.is_idle = False
-        self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
-        """Where something may be compiled: bytes of each movable tensor, by the node that saved it."""
+        self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)  # bytes, where something may be compiled
 
     @property
     def _asked(self) -> tuple[Hashable, ...]:
@@ -429,7 +428,7 @@ def is_free(window: OffloadWindow) -> bool:
         if record.num_handles and not (record.owner is not None and record.owner.is_spent):
             return False
     while ledger.backlog:  # it was copied, and stays on the host
-        ledger.release_oldest()
+        ledger.release(ledger.backlog[0])
     return True
 
 
@@ -518,7 +517,6 @@ class RatioDecider(RatioSoFar):
     def learn(
         self, order: tuple[int, ...], working_bytes: tuple[int, ...], requests: tuple[tuple[int, ...], ...], *, is_whole: bool
     ) -> None:
-        """Learn from a backward. Its order is incomplete if values are left to request (not `is_whole`)."""
         trace = self._whole
         if trace is None:
             return

@@ -189,7 +189,7 @@ class OffloadWindow:
     def make_room(self, forward: Forward) -> None:
         ledger, limit_bytes = self.ledger, self._limit_with(forward)
         while ledger.moving_bytes > limit_bytes and ledger.backlog:
-            ledger.release_oldest()
+            ledger.release(ledger.backlog[0])
 
     def live(self) -> list[Forward]:
         forwards = [forward for reference in self._forwards if (forward := reference()) is not None]

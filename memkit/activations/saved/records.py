@@ -43,7 +43,6 @@ class SavedResidency(Enum):
 
 
 _NONE: list[KeptHandle] = []
-
 ON_DEVICE = frozenset({SavedResidency.DEVICE, SavedResidency.LEAVING, SavedResidency.COMING, SavedResidency.BACK})
 
 
@@ -230,9 +229,6 @@ class Ledger:
         _counts(record).moved_out.alone.append(record.left)
         self.enter(record, SavedResidency.LEAVING)
         self.backlog.append(record)
-
-    def release_oldest(self) -> None:
-        self.release(self.backlog[0])
 
     def release_dead(self, *, wait: bool) -> None:
         for record in [record for record in self.backlog if record.num_handles == 0]:
