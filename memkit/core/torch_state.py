@@ -108,7 +108,6 @@ def num_users(storage: torch.UntypedStorage) -> int:
 
 # Compiling
 
-
 _untraced = set[CodeType]()
 
 

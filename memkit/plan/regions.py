@@ -251,7 +251,6 @@ class RegionPlanner:
         return min(self._explored(), key=lambda choice: (choice.peak_bytes, self._rank(choice)))
 
     def choices(self) -> list[RegionNeeds]:
-        """Return the bytes of all choices on the front of time and peak, the quickest first."""
         return [self.needs(choice) for choice in sorted(self._explored(), key=self._rank)]
 
     def layers(self) -> RegionChoice:

@@ -46,7 +46,6 @@ class CutPlaces:
         return levels.each()
 
     def skeletons(self) -> Iterator[frozenset[int]]:
-        """Yield the anchors for ever more cuts."""
         parts, num_saved, saved_bytes = 2.0, len(set(self._step.saves)), self._step.saved_bytes
         while parts <= max(32, num_saved // 5):
             yield self.skeleton(saved_bytes / parts)

@@ -82,8 +82,6 @@ class Lineage:
 
 
 class GrowingLineage(Lineage):
-    """The ops and values of one forward while it is recorded."""
-
     __slots__ = ()
 
     num_bytes: list[int]

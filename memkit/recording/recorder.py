@@ -410,8 +410,7 @@ class Recorder(QuietMode):
 
     def _run_unknown(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run an op known only by its schema. A higher-order op has none: the version counter shows its writes, too late to
-        copy the old contents. A returned tensor that is neither new nor an argument, such as the op's own state, may have
-        changed."""
+        copy the old contents. A returned tensor that is neither new nor an argument, such as a state, may have changed."""
         kind, recording = self.kind_of(func), self.recording
         recording.note_effect()
         has_schema = isinstance(func, torch_private.OpOverload)

@@ -280,12 +280,9 @@ class Recording:
         is_hidden: bool = False,
         number: int = -1,
     ) -> int:
-        """Return a new value for the current contents of a tensor's storage, which no recorded op makes.
-
-        `is_inside`: the forward made it, so nothing else may hold it. `is_written`: its version counter is about to be raised.
-        `is_hidden`: writes may not raise the counter. `number`: a number known ahead and unused. It raises RuntimeError if the
-        storage is no range of bytes, so that its readers can't run again.
-        """
+        """Return a new value for the current contents of a storage, which no recorded op makes; RuntimeError if these are no
+        range of bytes. It `is_inside` if the forward made it, so that nothing else may hold it; `is_written` if its version
+        counter is about to be raised; `is_hidden` if writes may not raise that. `number` is known ahead and unused."""
         if not is_range_of_bytes(tensor):
             raise RuntimeError("what is no range of bytes is no value")
         value = number

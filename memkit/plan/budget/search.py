@@ -267,7 +267,6 @@ def refill_link(search: Search, found: Simulated) -> Simulated:
 
 
 def change_single_actions(search: Search, found: Simulated) -> None:
-    """Change single actions, and pairs, as long as that helps."""
     problem, values = search.problem, search.problem.values
     while not search.is_spent:
         actions = found.actions
