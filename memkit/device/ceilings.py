@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,10 +31,16 @@ class Ceilings:
 
 
 GUESSED = Ceilings(bytes_per_s=1e12, flops_per_s=1e14)  # a typical GPU's: for plans that are made without one
+_measured: dict[Device, Ceilings] = {}
 
 
-@functools.cache
 def measure_ceilings(device: Device) -> Ceilings:
+    if device not in _measured:
+        _measured[device] = _measure(device)
+    return _measured[device]
+
+
+def _measure(device: Device) -> Ceilings:
     where = device.torch_device
     num_bytes, dim = _COPIED_BYTES.get(where.type, 2**22), _MATRIX_DIM.get(where.type, 256)
     with torch.no_grad():
