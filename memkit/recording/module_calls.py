@@ -248,14 +248,11 @@ def _state_of(module: nn.Module, *, is_sharded: bool) -> Iterator[Any]:
     for part in module.modules():
         for name, attribute in list(vars(part).items()):
             if name.startswith(torch_private.MODULE_HOOKS):  # memkit may set hooks of its own during the call
-                yield from () if name in left else (hook for hook in attribute.values() if not _is_own_hook(hook))
+                hooks = () if name in left else attribute.values()  # some are True: a hook's option, by the hook's number
+                yield from (hook for hook in hooks if hook is not True and type(hook).__module__ != HookSet.__module__)
                 continue
             yield name
             yield from () if name in left or name.startswith(left_with) else _parts_of(attribute, _MOST_NESTED)
-
-
-def _is_own_hook(hook: Any) -> bool:
-    return hook is True or type(hook).__module__ == HookSet.__module__  # True: a hook's option, by the hook's number
 
 
 def _parts_of(attribute: Any, most_nested: int) -> Iterator[Any]:

@@ -45,7 +45,6 @@ _OVERWRITERS = frozenset(
 )
 
 _CROSSING = frozenset({"aten::_to_copy", "aten::copy_", "aten::copy", "aten::_foreach_copy_"})
-_BATCH_NORM_STATISTICS, _BATCH_NORM_TRAINING_AT = (3, 4), 5
 _BATCH_NORMS: dict[OpOverload, OpOverload | None] = {
     aten.native_batch_norm.default: None,
     aten.cudnn_batch_norm.default: None,
@@ -72,12 +71,7 @@ class OpKinds:
         if not isinstance(func, torch_private.OpOverload):
             return OpTraits(OpClass.UNKNOWN, why_kept=f"{_name_of(func) or func} is a higher-order op, which is not run again")
         if func in _BATCH_NORMS:
-            return OpTraits(
-                OpClass.REPLAYED,
-                statistics=_BATCH_NORM_STATISTICS,
-                training_at=_BATCH_NORM_TRAINING_AT,
-                replayed_by=_BATCH_NORMS[func],
-            )
+            return OpTraits(OpClass.REPLAYED, statistics=(3, 4), training_at=5, replayed_by=_BATCH_NORMS[func])
         schema = torch_private.schema_of(func)
         if schema.name == BORDER:
             return OpTraits(OpClass.BORDER)

@@ -161,18 +161,9 @@ class Recorder(QuietMode):
                         value = found[1]
                     else:
                         value = recording.add_root(argument, storage, is_inside=False)
-                    sources.append(
-                        (  # `source_of`, in place
-                            key,
-                            value,
-                            argument.size(),
-                            argument.stride(),
-                            argument.storage_offset(),
-                            argument.dtype,
-                            argument.is_conj(),
-                            argument.is_neg(),
-                        )
-                    )
+                    size, stride, offset = argument.size(), argument.stride(), argument.storage_offset()
+                    is_conj, is_neg = argument.is_conj(), argument.is_neg()
+                    sources.append((key, value, size, stride, offset, argument.dtype, is_conj, is_neg))  # `source_of`, in place
                     kept.append(None)
                 elif type(argument) is list and argument and type(argument[0]) is not int:
                     kept.append(self._take_list(key, argument, sources))

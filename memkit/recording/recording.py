@@ -159,12 +159,6 @@ class Root:
         return storage
 
 
-def alias_in_dispatch(tensor: Tensor) -> Tensor:
-    """Return an alias that shares its tensor's version counter, although a mode runs below autograd."""
-    with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
-        return tensor.detach()
-
-
 def retained_bytes(roots: Mapping[int, Root]) -> dict[int, int]:
     """Return the bytes of roots that would be freed unless held. Holding the caller's storage takes none."""
     found = {}
@@ -351,7 +345,11 @@ class Recording:
                 return False
             self._copy_root(root, tensor)
             return True
-        root.alias = alias_in_dispatch(tensor) if is_in_dispatch else tensor.detach()
+        if is_in_dispatch:  # below autograd, where an alias would count its own writes
+            with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
+                root.alias = tensor.detach()
+        else:
+            root.alias = tensor.detach()
         if root.is_inside and counts:
             self.held_bytes += root.num_bytes
         return True

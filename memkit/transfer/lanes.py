@@ -196,10 +196,8 @@ class Lanes:
         for event in after:
             device.wait_event(lane, event)
         for piece, part in zip(span.pieces, parts, strict=True):
-            if is_out:
-                device.copy(piece, part, lane)
-            else:
-                device.copy(part, piece, lane)
+            destination, source = (piece, part) if is_out else (part, piece)
+            device.copy(destination, source, lane)
         return device.record_event(lane, timed=False)
 
     def copy_back_by_turns(self, pieces: Sequence[Tensor], parts: Sequence[Tensor], *, after: Iterable[Event]) -> Event:
