@@ -1,5 +1,4 @@
-"""The module forwards under way in each thread, and the clean-up when one returns, raises or is interrupted. `Around`
-temporarily replaces the function that runs a module."""
+"""The module forwards under way in each thread, and the clean-up when one ends; what stands around a module (`Around`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Storages that are overwritten while tensors of the user may still refer to them, such as slots: their owners, and the
-parameters that stream through them. `GradientStandIn` replaces the `grad` of a parameter that was stepped within the
-backward."""
+parameters that stream through them. `GradientStandIn` replaces the `grad` of a parameter stepped within the backward."""
 
 from __future__ import annotations
 

@@ -415,12 +415,8 @@ class ReferenceDevice(Device):
 
     def _is_awaited(self, tensor: Tensor) -> bool:
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        return any(
-            entry.source.overlaps(start, end) or entry.destination.overlaps(start, end)
-            for stream in self._streams
-            for entry in stream.queue
-            if isinstance(entry, ReferenceCopy)
-        )
+        copies = (entry for stream in self._streams for entry in stream.queue if isinstance(entry, ReferenceCopy))
+        return any(copy.source.overlaps(start, end) or copy.destination.overlaps(start, end) for copy in copies)
 
     def _access(self, tensor: Tensor, stamp: Stamp, *, is_write: bool) -> None:
         if self._is_host(tensor):

@@ -194,8 +194,7 @@ def auto_ratio(
 
 
 class Forecast:
-    """The bytes on a device during a backward that repeats an earlier one; each op also makes a gradient as large as its
-    input."""
+    """The bytes on a device during a backward that repeats an earlier one; the gradient of each input takes as much again."""
 
     def __init__(
         self, sizes_bytes: Sequence[int], working_bytes: Sequence[int], stays: Sequence[bool], *, limit_bytes: int

@@ -325,14 +325,8 @@ class Walks:
     def walk(
         self, dropped: Collection[int], limit_bytes: float, anchors: frozenset[int] = frozenset(), *, most_s: float = math.inf
     ) -> Outcome:
-        found = simulate(
-            self.step,
-            dropped,
-            limit_bytes=limit_bytes,
-            score=self.score,
-            anchors=anchors.difference(self.step.saves),
-            most_s=min(most_s, self._most_s),
-        )
+        anchors, most_s = anchors.difference(self.step.saves), min(most_s, self._most_s)
+        found = simulate(self.step, dropped, limit_bytes=limit_bytes, score=self.score, anchors=anchors, most_s=most_s)
         self._work += self._num_events
         if found.replayed_s < math.inf:
             self._work += found.num_replayed_ops

@@ -237,6 +237,7 @@ class Recorder(QuietMode):
         sources: list[Source] = []
         kept = [self.take(key, argument, sources) for key, argument in enumerate(args)]
         kept_kwargs = {name: self.take(name, argument, sources) for name, argument in kwargs.items()} if kwargs else None
+        given = func, kept, kept_kwargs, sources, args
         generator = state = None
         if kind.is_random:
             generator = self._generator(args, kwargs)
@@ -248,7 +249,7 @@ class Recorder(QuietMode):
             if kind.may_cross and crosses(args[0], results):
                 recording.add_roots(results)
             else:
-                self.note(func, kept, kept_kwargs, sources, args, results, kind=kind, generator=generator, state=state)
+                self.note(*given, results, kind=kind, generator=generator, state=state)
             return results
         written = {recording.value_of(target): target for target in targets}
         are_inside = [recording.before_write_to(target) for target in targets]
@@ -261,14 +262,7 @@ class Recorder(QuietMode):
             for value, is_inside in zip(written, are_inside, strict=True)
         ) and sizes_bytes == [_get_storage(target).nbytes() for target in targets]
         if can_follow and not (kind.may_cross and crosses(args[0], args[1])):
-            self.note(
-                *(func, kept, kept_kwargs, sources, args, results),
-                kind=kind,
-                written=written,
-                is_whole=is_whole,
-                generator=generator,
-                state=state,
-            )
+            self.note(*given, results, kind=kind, written=written, is_whole=is_whole, generator=generator, state=state)
         else:
             recording.add_written(targets, are_inside)
             recording.add_roots(results)

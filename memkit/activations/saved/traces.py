@@ -209,12 +209,9 @@ class Trace:
     def forecast(self, plan: Plan | None, limit_bytes: int) -> Forecast | None:
         if self.order is None or not self.working_bytes:
             return None
-        return Forecast(
-            [self.keys[index].num_bytes for index in self.order],
-            self.working_bytes,
-            [plan is not None and plan.saves[index].action is Action.KEEP for index in self.order],
-            limit_bytes=limit_bytes,
-        )
+        sizes_bytes = [self.keys[index].num_bytes for index in self.order]
+        stays = [plan is not None and plan.saves[index].action is Action.KEEP for index in self.order]
+        return Forecast(sizes_bytes, self.working_bytes, stays, limit_bytes=limit_bytes)
 
 
 def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
