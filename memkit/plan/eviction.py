@@ -92,9 +92,7 @@ class Walk:
         self.evictable: dict[int, None] = {}  # the droppable values on the device, in order of arrival
         self.needed: dict[int, int] = {}  # the values that the current replay will read, and the last op that does
         self.clock = 0
-        self.given = set[
-            int
-        ]()  # held by the requesting node: to drop one frees nothing, and to recompute it makes a second copy
+        self.given = set[int]()  # held by the requesting node: to drop one frees nothing, to recompute it makes a second copy
         self._asks = -1
         self._touched: dict[int, int] = {}
         # [Note: ranking] The victim is found without a look at all values. Each value has a lower bound of its recompute cost,

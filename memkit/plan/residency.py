@@ -117,8 +117,10 @@ def check_count(name: str, value: object, *, least: int, most: int | None = None
 class LayerResidency(str, Enum):
     """Where the weights of a layer live."""
 
-    RESIDENT = "resident"  # always on the device, in their own storage
-    STREAMED = "streamed"  # in host memory; a copy is in a slot on the device around each use
+    RESIDENT = "resident"
+    """Always on the device, in their own storage."""
+    STREAMED = "streamed"
+    """In host memory; a copy is in a slot on the device around each use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
