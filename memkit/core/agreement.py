@@ -12,7 +12,6 @@ import torch.distributed as dist
 from memkit.errors import ShardError, note_on
 
 _Value = TypeVar("_Value")
-
 _FINE = torch.iinfo(torch.int64).max
 
 

@@ -27,9 +27,8 @@ _POLL_S, _MOST_S = 1e-4, 60.0
 
 
 class BackwardEnd:
-    """Tells when a backward is over: see `on_end`. The engine calls its callbacks when a backward has succeeded, else it
-    drops them, and it alone holds this one: its death means a failure. Source: DistributedDataParallel, which queues its
-    callback the same way."""
+    """Tells when a backward is over: see `on_end`. The engine calls its callbacks after a success, else it drops them, and it
+    alone holds this one: its death means a failure. Source: DistributedDataParallel queues its callback the same way."""
 
     __slots__ = ("_among", "_held", "_hook", "_lock")
 

@@ -1,5 +1,4 @@
-"""The module forwards under way in each thread, and the clean-up when one returns, raises or is interrupted. `Around`
-temporarily replaces the function that runs a module."""
+"""The module forwards under way in each thread, and the clean-up when one ends; what stands around a module (`Around`)."""
 
 from __future__ import annotations
 
@@ -19,22 +18,17 @@ from memkit.core.torch_state import leave_untraced
 
 class Ending(Enum):
     RETURNED = "returned"
-    RAISED = "raised"
-    """By an exception, such as the one that stops a checkpoint once all is recomputed. No code of the caller has run since."""
-    LEFT = "left"
-    """By an interrupt that hid the end when it happened: any code may have run since."""
+    RAISED = "raised"  # by an exception, such as one that stops a checkpoint early: no code of the caller has run since
+    LEFT = "left"  # by an interrupt that hid the end when it happened: any code may have run since
 
 
 @dataclass(slots=True, eq=False)
 class Call:
     module: nn.Module
-    frame: FrameType | None
-    """The calling frame: once it is off the stack, the call is over."""
+    frame: FrameType | None  # the calling frame: once it is off the stack, the call is over
     is_outermost: bool
-    end: Callable[[Ending], None] | None = None
-    """Called at its end, again if an interrupt broke that off; None until the call has begun its work."""
-    end_here: Callable[[], None] | None = None
-    """Called before `end`, only in the thread of the call; again if an interrupt broke it off."""
+    end: Callable[[Ending], None] | None = None  # called at its end, again if interrupted; None until the call's work begins
+    end_here: Callable[[], None] | None = None  # called before `end`, only in the thread of the call; again if interrupted
 
 
 class Claims:
@@ -161,8 +155,7 @@ def _stack() -> set[FrameType]:
 
 
 Code = Callable[..., Any]
-Run = Callable[[nn.Module, Code, tuple[Any, ...], dict[str, Any]], Any]
-"""Called with a module, the function that runs it and the arguments of a call; returns the call's result."""
+Run = Callable[[nn.Module, Code, tuple[Any, ...], dict[str, Any]], Any]  # (module, what runs it, args, kwargs) -> result
 
 
 class Around:
@@ -173,8 +166,7 @@ class Around:
         own = vars(module).get(place)  # read once: another thread may put something there, or take it off
         self.code: Code = getattr(module, place) if own is None else own
         self._is_own = own is not None
-        self._run: Run | None = run
-        """None after the removal, since another wrapper may still call this one."""
+        self._run: Run | None = run  # None after the removal, since another wrapper may still call this one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run

@@ -34,8 +34,7 @@ from memkit.core.hooks import HookSet
 from memkit.core.torch_state import in_compiled_function
 
 _CHILDREN = torch_private.MODULE_STATE[-1]
-AHEAD_OF_COMPILED_S = 1e-3
-"""Roughly the host's seconds to enqueue all kernels of compiled code: see `memkit.device.Device.record_begin`."""
+AHEAD_OF_COMPILED_S = 1e-3  # about the host's seconds to enqueue a compiled call: see `memkit.device.Device.record_begin`
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -14,8 +14,6 @@ from memkit.core.interrupts import Block, Blocks, Exclusive
 from memkit.errors import LayerOffloadError, MemkitError, ProfileError
 
 _Owner = TypeVar("_Owner")
-
-
 _attached: weakref.WeakKeyDictionary[Any, tuple[Callable[..., bool], Callable[..., None]]] = weakref.WeakKeyDictionary()
 """The oldest first: whether each is on a module, and what takes it off."""
 

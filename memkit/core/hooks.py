@@ -58,9 +58,7 @@ def put_last(handle: RemovableHandle) -> None:
 
 
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
-
-_left: list[RemovableHandle] = []
-"""Hooks that were dropped within a step. They do nothing any more, and go when the next is set."""
+_left: list[RemovableHandle] = []  # hooks dropped within a step: they do nothing any more, and go when the next is set
 
 
 def _remove_outside_of_steps(handle: RemovableHandle) -> None:
@@ -100,8 +98,7 @@ leave_untraced(_Untraced.__call__)
 
 
 class _WithKeywords:
-    """A global hook with keyword arguments, which torch doesn't forget when it removes the hook. It is held before it is
-    set."""
+    """A global hook with keyword arguments, which torch doesn't forget when it removes the hook. It is held, then set."""
 
     handle: Any = None
 
@@ -189,7 +186,6 @@ class HookSet:
         self._handles.append(parameter.register_hook(hook))
 
     def before_any_step(self, hook: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Call `hook(optimizer)` before each step of every optimizer: see `StepHook`."""
         held = StepHook(hook)
         self._handles.append(held)
         held.set()
@@ -247,19 +243,14 @@ class SavedTensorHooks(AbstractContextManager[Any]):
         self.pack = pack
         self.unpack = unpack
         self.owner = owner
-        self.name = name
-        """The context's class, for users; empty if memkit itself has entered it."""
-        self.hands_on = hands_on
-        """Whether these hooks only keep tensors that no other hooks may see, and pass on all others."""
-        self.outer: HookPair | None = None
-        """The next outer pair: these hooks may pass tensors on to it."""
-        self.block = block
-        """Dies when the thread leaves the context: then `end_left` removes the hooks and ends the owner. None if not known."""
+        self.name = name  # the context's class, for users; empty if memkit itself has entered it
+        self.hands_on = hands_on  # whether these hooks only keep tensors that no other hooks may see, and pass on all others
+        self.outer: HookPair | None = None  # the next outer pair: these hooks may pass tensors on to it
+        self.block = block  # dies when the thread leaves the context: then `end_left` ends it; None if not known
         self._was_taken_off: list[bool] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._push, self._pop = torch_private.push_saved_tensor_hooks, torch_private.pop_saved_tensor_hooks
-        self._take_off = partial(self._pop), partial(self._was_taken_off.append, True)
-        """Functions for `__exit__`, looked up before the hooks are set."""
+        self._take_off = partial(self._pop), partial(self._was_taken_off.append, True)  # of `__exit__`, ahead of the hooks
 
     def __enter__(self) -> SavedTensorHooks:
         if _stacked.hooks:

@@ -52,14 +52,12 @@ def do_at_once(*steps: functools.partial[Any]) -> None:
     deque(map(functools.partial.__call__, steps), maxlen=0)
 
 
-Block = weakref.ref[Any]
-"""Refers to an object that lives while a thread is in a context: held by the `with` block, or the context itself."""
+Block = weakref.ref[Any]  # to an object that lives while a thread is in a context: held by `with`, or the context
 
 
 class Blocks(threading.local):
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        """Possibly with some that an interrupt kept from being removed: ask `are_any`."""
+        self.blocks: list[Block] = []  # possibly with some that an interrupt kept from being removed: ask `are_any`
 
     def are_any(self) -> bool:
         blocks = self.blocks

@@ -1,6 +1,5 @@
 """Storages that are overwritten while tensors of the user may still refer to them, such as slots: their owners, and the
-parameters that stream through them. `GradientStandIn` replaces the `grad` of a parameter that was stepped within the
-backward."""
+parameters that stream through them. `GradientStandIn` replaces the `grad` of a parameter stepped within the backward."""
 
 from __future__ import annotations
 
@@ -27,22 +26,17 @@ class Owner(Protocol):
     def lend(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return a function that returns the tensor with its current bytes, or raises autograd's error if it was written to."""
 
-    def streamed(self) -> StreamedWeights:
-        """Return the parameters that stream through its storages."""
+    def streamed(self) -> StreamedWeights: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedWeights:
-    layers: tuple[nn.Module, ...] = ()
-    """The modules whose parameters are copied together."""
+    layers: tuple[nn.Module, ...] = ()  # the modules whose parameters are copied together
     parameters: tuple[Tensor, ...] = ()
-    slots: tuple[torch.UntypedStorage, ...] = ()
-    """Device memory that holds one layer at a time."""
+    slots: tuple[torch.UntypedStorage, ...] = ()  # device memory that holds one layer at a time
 
 
 NOTHING_STREAMED = StreamedWeights()
-
-
 _owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()
 
 
@@ -92,8 +86,7 @@ class _Aside(threading.local):
     is_set = False
 
 
-aside = _Aside()
-"""Whether this thread runs such a model: read as `aside.is_set`."""
+aside = _Aside()  # whether this thread runs such a model: read as `aside.is_set`
 
 
 @contextmanager

@@ -7,13 +7,9 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 
 MIB = 1024**2
-ALIGNMENT_BYTES = 512
-"""Neighboring tensors in one storage begin at multiples of this, as in CUDA's allocator."""
-DISK_PAGE_BYTES = 4096
-"""Reads and writes past the system's cache are in whole pages, in the file and in memory."""
-HOST_PAGE_BYTES = 2 * 2**20
-"""A huge page: pinned host memory comes in whole ones."""
-
+ALIGNMENT_BYTES = 512  # neighboring tensors in one storage begin at multiples of this, as in CUDA's allocator
+DISK_PAGE_BYTES = 4096  # reads and writes past the system's cache are in whole pages, in the file and in memory
+HOST_PAGE_BYTES = 2 * 2**20  # a huge page: pinned host memory comes in whole ones
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {prefix + unit: base**at for at, prefix in enumerate("KMGT", 1) for unit, base in (("B", 1000), ("IB", 1024))}
 _STEPS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))

@@ -13,8 +13,7 @@ from tabulate import tabulate
 
 ELLIPSIS = "…"
 _EMPTY = frozenset({"", "-"})
-LAST = 100
-"""Columns from this number on are left out only if shorter cells are not enough."""
+LAST = 100  # columns from this number on are left out only if shorter cells are not enough
 _SHORTEST = 16
 
 
@@ -46,10 +45,8 @@ class TextColumn:
     heading: str
     cells: Sequence[str]
     right: bool = True
-    goes: int | None = None
-    """The order in which columns are left out; from `LAST` on only if shorter cells are not enough; None: never."""
-    shortens: bool = False
-    """Whether its cells may lose their middles if leaving out columns is not enough."""
+    goes: int | None = None  # when it is left out; from `LAST` on only if cells can't be shorter; None: never
+    shortens: bool = False  # whether its cells may lose their middles if leaving out columns is not enough
 
 
 def table_text(columns: Sequence[TextColumn], width: int | None = None) -> str:
@@ -77,8 +74,7 @@ def _made(columns: Sequence[TextColumn]) -> str:
     )
 
 
-_BETWEEN, _PADDING = 2, 2
-"""Blanks between columns, and how much wider a column is than its heading: `tabulate.MIN_PADDING`."""
+_BETWEEN, _PADDING = 2, 2  # blanks between columns, and how much wider a column is than its heading: `tabulate.MIN_PADDING`
 
 
 def _width(columns: Sequence[TextColumn]) -> int:

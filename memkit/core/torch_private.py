@@ -58,8 +58,7 @@ class PrivateName:
     purpose: str
     features: tuple[Feature, ...]
     kind: Kind = Kind.VALUE
-    sample: str = ""
-    """For an attribute that only instances have: the same attribute of some instance."""
+    sample: str = ""  # for an attribute that only instances have: the same attribute of some instance
 
     def find(self) -> Any:
         if self.kind is Kind.INSTANCE_FIELD:
@@ -113,8 +112,7 @@ def __getattr__(name: str) -> Any:  # torch has no types for private names
     return found
 
 
-_complete = set[Feature]()
-"""Features whose names are all known to be there. Dynamo warns of a `functools.cache` in a compiled function."""
+_complete = set[Feature]()  # features all of whose names are there. In a compiled function Dynamo warns of `functools.cache`
 
 
 def require(feature: Feature) -> None:
@@ -163,8 +161,6 @@ def _of(symbol: str, purpose: str, *features: Feature, kind: Kind = Kind.VALUE, 
 
 _field, _setter = functools.partial(_of, kind=Kind.FIELD), functools.partial(_of, kind=Kind.SETTER)
 _instance_field = functools.partial(_of, kind=Kind.INSTANCE_FIELD)
-
-
 _AUTOGRAD = "torch._C._autograd"
 _DISPATCH = "torch.utils._python_dispatch"
 _EVAL_FRAME = "torch._C._dynamo.eval_frame"
@@ -318,13 +314,10 @@ NAMES: dict[str, PrivateName] = {
 # Names of torch's classes, and marks that it reads or sets: recognised by name, so nothing can be looked up. A renamed one goes
 # unnoticed; the tests of this file check each against the installed torch.
 
-LEAF_NODE = "AccumulateGrad"
-"""The graph node of a parameter: `CPUOffload` and `Rematerialize` keep the parameters that are saved."""
-CAST_NODE = "ToCopyBackward0"
-"""The graph node of a cast: autocast keeps casts of parameters."""
+LEAF_NODE = "AccumulateGrad"  # a parameter's graph node: `CPUOffload` and `Rematerialize` keep the parameters that are saved
+CAST_NODE = "ToCopyBackward0"  # the graph node of a cast: autocast keeps casts of parameters
 _VIEWS = "T Transpose View UnsafeView ReshapeAlias Permute Expand Slice Select Unsqueeze Squeeze AsStrided Alias"
-VIEW_NODES = frozenset(f"{name}Backward0" for name in _VIEWS.split())
-"""The graph nodes of views: memkit looks through them for the other two."""
+VIEW_NODES = frozenset(f"{name}Backward0" for name in _VIEWS.split())  # views' graph nodes: looked through for the other two
 CHECKPOINT_HOOKS = "torch.utils.checkpoint"  # the module of a checkpoint's hooks: no context may be entered inside
 GATHERED_MARK, COMPOSED_MARK = "_is_fsdp_managed_module", "__composable_api_state_key_"  # on gathered modules; of its state
 FSDP_GROUP = ("_get_fsdp_state", "_fsdp_param_group")  # from a module to its FSDP2 group, which has all of these:
@@ -342,15 +335,13 @@ COMPILED_CALL, COMPILED_CALLER = "_compiled_call_impl", ("torch._dynamo.eval_fra
 """The attribute with a module's compiled code, and the function that calls it; `Rematerialize` stands around it."""
 COMPILED_SAVER = "torch._functorch._aot_autograd"  # the modules that save for compiled code: refused where it is not known
 TRANSFORMS = ("torch._functorch.apis", "torch._functorch.eager_transforms", "torch._functorch.vmap", "torch._vmap_internals")
-DYNAMO, HIGHER_ORDER_OPS = "torch._dynamo", "torch._higher_order_ops.utils"
-"""The modules that are loaded where anything may be compiled, and where a higher-order op may compile by itself."""
+DYNAMO, HIGHER_ORDER_OPS = "torch._dynamo", "torch._higher_order_ops.utils"  # loaded where anything, or an op, may compile
 DYNAMO_CONFIG = "torch._dynamo.config"  # lets a trace run compiled code as plain Python: `memkit.profile.partitions`
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """A module's hooks; with `_global` in front, the hooks of all modules. A region has none of the user's."""
 SCALES_IN_STEP_MARK = "_step_supports_amp_scaling"  # a fused optimizer's own mark: `GradScaler` scales for it
 STEPPED_MARK = "_opt_called"  # a scheduler makes an optimizer's `step()` set it, and warns if its own comes first
 MODULE_STATE = ("_parameters", "_buffers", "_modules")  # no tensors of the module's own: a profile without data leaves them
-READ_BY_MODULES = frozenset({"_is_view", "_has_compatible_shallow_copy_type"})
-"""Attributes that torch reads of a gradient whose module is moved: allowed on one that `LayerOffload` has used up."""
+READ_BY_MODULES = frozenset({"_is_view", "_has_compatible_shallow_copy_type"})  # of a gradient whose module is moved
 ZEROING_ALL = "_foreach_zero_"  # `zero_grad` zeroes many gradients by it: the same
 MOVING_ALL = "_apply"  # moves or casts a module, also as a part of another: one that streams stays in place

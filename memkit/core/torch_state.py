@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 # Modes and classes
 
-_SHOWN = "old_without_ignore_compile_internals_dispatch_mode_flags"
-"""The attribute in which a mode saves a process-wide flag of torch: whether Dynamo may trace under the modes outside."""
+_SHOWN = "old_without_ignore_compile_internals_dispatch_mode_flags"  # of a mode: whether Dynamo may trace outside of it
 
 
 def leave_mode(mode: DispatchMode) -> None:
@@ -108,7 +107,6 @@ def num_users(storage: torch.UntypedStorage) -> int:
 
 
 # Compiling
-
 
 _untraced = set[CodeType]()
 

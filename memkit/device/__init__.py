@@ -16,22 +16,8 @@ from memkit.device.cpu import CpuDevice
 from memkit.device.cuda import CudaDevice, cuda_is_available, default_generator, is_capturing
 from memkit.device.reference import ReferenceDevice
 
-__all__ = [
-    "CpuDevice",
-    "CudaDevice",
-    "Device",
-    "Event",
-    "MemoryCounter",
-    "ReferenceDevice",
-    "Stream",
-    "cuda_is_available",
-    "default_generator",
-    "is_capturing",
-    "open_device",
-    "why_nothing_is_freed",
-]
-
-
+__all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "MemoryCounter", "ReferenceDevice", "Stream", "cuda_is_available"]
+__all__ += ["default_generator", "is_capturing", "open_device", "why_nothing_is_freed"]
 _TRY_OUT = "Run on a machine with a GPU, or pass device=memkit.device.ReferenceDevice() to try it out"
 
 

@@ -68,8 +68,7 @@ class Event(ABC):
 class Piece:
     index: int
     start: int
-    host: Tensor
-    """One-dimensional, of dtype uint8; `Device.pin` has seen it, in one piece."""
+    host: Tensor  # one-dimensional, of dtype uint8; `Device.pin` has seen it, in one piece
     address: int
     num_bytes: int
 
@@ -78,11 +77,9 @@ class CopyBatch:
     """Copies between host memory and storages that are made ahead, and put on a stream together, again in each step, behind
     those of the batch `ahead`. `started`, `done` and `waited` are replaced each time. No two pieces overlap."""
 
-    started: Event
-    """Recorded on the stream that was current when the copies were put on theirs: they wait for it."""
+    started: Event  # recorded on the stream that was current when the copies were put on theirs: they wait for it
     done: Event
-    waited: Event | None = None
-    """Recorded on the waiting stream, ahead of its wait for the copies; None if no stream has waited since `start`."""
+    waited: Event | None = None  # on the waiting stream, ahead of its wait for the copies; None if none waited since `start`
 
     def __init__(
         self, device: Device, stream: Stream, pieces: Sequence[Piece], *, is_out: bool, ahead: CopyBatch | None = None

@@ -30,9 +30,7 @@ class Ceilings:
         return _LAUNCH_S + max(num_bytes / self.bytes_per_s, flops_of(func, args, {}, results) / self.flops_per_s)
 
 
-GUESSED = Ceilings(bytes_per_s=1e12, flops_per_s=1e14)
-"""A typical GPU's: for plans that are made without one."""
-
+GUESSED = Ceilings(bytes_per_s=1e12, flops_per_s=1e14)  # a typical GPU's: for plans that are made without one
 _measured: dict[Device, Ceilings] = {}
 
 

@@ -37,8 +37,6 @@ def default_generator(torch_device: torch.device) -> torch.Generator:
 
 
 class CudaStream(Stream):
-    """A CUDA stream. Source: `torch.cuda.Stream`."""
-
     __slots__ = ("raw", "stream")
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -94,8 +92,7 @@ class CudaCopyBatch(CopyBatch):
         assert isinstance(stream, CudaStream)
         self._runtime, self._kind, self._lane = _bindings(), _copy_kind(is_out), stream.raw
         self._raw_stream = device.raw_stream
-        self._events: tuple[CudaEvent, CudaEvent, CudaEvent] | None = None
-        """`started`, `done` and `waited` of each time; made with the first copies."""
+        self._events: tuple[CudaEvent, CudaEvent, CudaEvent] | None = None  # `started`, `done`, `waited`
         self._hosts, self._sizes_bytes = [piece.address for piece in pieces], [piece.num_bytes for piece in pieces]
         self._is_one = len(pieces) == 1
 
@@ -233,8 +230,7 @@ class CudaDevice(Device):
             )
         self.torch_device = torch.device("cuda", index)
         self._spare_events: list[CudaEvent] = []
-        self._streams: dict[int, CudaStream] = {}
-        """Streams that were current, by their numbers: CUDA gives none of torch's objects back."""
+        self._streams: dict[int, CudaStream] = {}  # those that were current, by number: CUDA gives none of torch's objects back
         self._runtime: Any = torch.cuda.cudart()  # a module made in C++: torch has no types for it
         self.has_own_memory = not torch.cuda.get_device_properties(self.torch_device).is_integrated
 

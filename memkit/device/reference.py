@@ -31,8 +31,7 @@ from memkit.errors import RaceError
 class ReferenceStream(Stream):
     name: str
     number: int
-    is_compute: bool
-    """Whether torch's own work, which is done at once, runs on it: then all that it waits for must land at once, too."""
+    is_compute: bool  # whether torch's own work, done at once, runs on it: all that it waits for must land at once, too
     clock: dict[int, int] = field(default_factory=dict)
     queue: deque[ReferenceCopy | ReferenceEvent] = field(default_factory=deque)
     num_enqueued: int = 0
@@ -75,7 +74,8 @@ class ReferenceEvent(Event):
     def is_reached(self) -> bool:
         is_reached = self.stream.num_landed >= self.position
         if is_reached and not self.stream.is_compute:  # a compute stream would hide each missing wait
-            self.device.note_reached(self)
+            with self.device._lock:  # the host has seen it: all later work on any stream comes behind
+                self.device._order_all_behind(self.clock)
         return is_reached
 
 
@@ -97,9 +97,6 @@ class Accesses:
             self.reads.clear()
         else:
             self.reads[stamp.stream.number] = stamp
-
-    def copy(self) -> Accesses:
-        return Accesses(self.written, dict(self.reads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +153,8 @@ class _HostRange:
 
     def outside(self, start: int, end: int) -> list[_HostRange]:
         parts = (self.start, min(self.end, start)), (max(self.start, end), self.end)
-        return [_HostRange(*part, self.accesses.copy()) for part in parts if part[0] < part[1]]
+        found = self.accesses
+        return [_HostRange(*part, Accesses(found.written, dict(found.reads))) for part in parts if part[0] < part[1]]
 
 
 class _Counter(MemoryCounter):
@@ -217,8 +215,7 @@ class ReferenceDevice(Device):
         self._random = None if seed is None else random.Random(seed)
         self._lock = threading.RLock()
         self._default = ReferenceStream("compute", 0, is_compute=True)
-        self._streams = [self._default]
-        """By their numbers in the clocks."""
+        self._streams = [self._default]  # by their numbers in the clocks
         self._current = threading.local()
         self._storages: dict[int, _KnownStorage] = {}
         self._host_ranges: list[_HostRange] = []
@@ -283,11 +280,6 @@ class ReferenceDevice(Device):
                 self._land(stream, position)
                 self._order_all_behind(clock)
             self._raise_races()
-
-    def note_reached(self, event: ReferenceEvent) -> None:
-        """Order all later work on any stream behind an event: the host has seen that it is reached."""
-        with self._lock:
-            self._order_all_behind(event.clock)
 
     def _order_all_behind(self, clock: dict[int, int]) -> None:
         for stream in self._streams:
@@ -423,12 +415,8 @@ class ReferenceDevice(Device):
 
     def _is_awaited(self, tensor: Tensor) -> bool:
         start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        return any(
-            entry.source.overlaps(start, end) or entry.destination.overlaps(start, end)
-            for stream in self._streams
-            for entry in stream.queue
-            if isinstance(entry, ReferenceCopy)
-        )
+        copies = (entry for stream in self._streams for entry in stream.queue if isinstance(entry, ReferenceCopy))
+        return any(copy.source.overlaps(start, end) or copy.destination.overlaps(start, end) for copy in copies)
 
     def _access(self, tensor: Tensor, stamp: Stamp, *, is_write: bool) -> None:
         if self._is_host(tensor):

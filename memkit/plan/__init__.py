@@ -53,30 +53,10 @@ from memkit.plan.shards import ShardedParameter, ShardPlan, plan_shards
 from memkit.plan.states import ParameterCosts, StatePiece, StatePlan, disk_bytes, disk_step_s, plan_states, terabytes_written
 from memkit.plan.step import NO_OP, GrowingLineage, Lifetime, ModuleOps, OpKind, OpWork, Step, StepTrace, ends_of
 
-__all__ = [
-    "Action",
-    "JointPlanner",
-    "MemoryPlan",
-    "Plan",
-    "PlannedValue",
-    "infeasible",
-    "plan_memory",
-    "plan_ratio",
-    "tell_kept",
-]
+__all__ = ["Action", "JointPlanner", "MemoryPlan", "Plan", "PlannedValue", "infeasible", "plan_memory", "plan_ratio"]
 __all__ += ["DTRScore", "HostCosts", "ModuleCall", "RegionChoice", "RegionNeeds", "RegionPlanner", "RematPlanner", "Walk"]
-__all__ += [
-    "NO_OP",
-    "GrowingLineage",
-    "Lifetime",
-    "ModuleOps",
-    "OpKind",
-    "OpWork",
-    "Step",
-    "StepTrace",
-    "ends_of",
-    "find_spans",
-]
+__all__ += ["NO_OP", "GrowingLineage", "Lifetime", "ModuleOps", "OpKind", "OpWork", "Step", "StepTrace", "ends_of"]
+__all__ += ["find_spans", "tell_kept"]
 __all__ += ["GpuSpec", "Link", "ShardPlan", "ShardedParameter", "find_gpu", "plan_shards"]
 __all__ += ["LayerCosts", "LayerResidency", "PlannedLayer", "ResidencyPlan", "plan_again", "plan_auto", "plan_budget"]
 __all__ += ["plan_resident", "plan_streamed_ratio", "slot_size_of", "slot_sizes"]

@@ -14,8 +14,7 @@ from memkit.plan.plans import MemoryPlan
 from memkit.plan.step import StepTrace
 
 _FEWEST_BYTES = 2**20
-_STATES = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
-"""How many states of a parameter's size and dtype each optimizer keeps."""
+_STATES = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}  # how many states of a parameter's size and dtype each has
 
 
 class TracedReport(Protocol):

@@ -32,10 +32,8 @@ _FOLLOWING = {
     Residency.STEPPING: (Residency.STEPPING, Residency.DIRTY, Residency.HOST),
     Residency.DIRTY: (Residency.DIRTY, Residency.DEVICE),
     Residency.DISK: (Residency.DISK, Residency.HOST),
-}
-"""Dirty chunks are written back before any other transition; chunks on disk are first read to host memory."""
-WRITTEN = (Residency.STEPPING, Residency.DIRTY)
-"""In these states the device has the only current bytes: nothing may overwrite them, and no step may begin."""
+}  # dirty chunks are written back before any other transition; chunks on disk are first read to host memory
+WRITTEN = (Residency.STEPPING, Residency.DIRTY)  # only the device has current bytes: nothing may overwrite them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

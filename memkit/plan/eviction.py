@@ -44,8 +44,7 @@ class DTRScore:
             raise ValueError(f"DTRScore: max_replays must be at least 1; found {self.max_replays}")
 
 
-_RANKED_FOR = 64
-"""The ranking of N values stays valid for N over this many saves and requests: distances change little meanwhile."""
+_RANKED_FOR = 64  # the ranking of N values stays valid for N over this many saves and requests: distances change little
 _LEAST_COST_S = 1e-9
 _ROOT_GONE = "a root that is needed for a replay is gone"
 
@@ -54,14 +53,11 @@ class ValueStore(Protocol):
     """The saved values of a step, real or simulated, as a `Walk` uses them."""
 
     @property
-    def live_bytes(self) -> int:
-        """The bytes on the device."""
+    def live_bytes(self) -> int: ...  # on the device
 
-    def is_available(self, value: int) -> bool:
-        """Tell whether a replay can read a value now."""
+    def is_available(self, value: int) -> bool: ...  # to a replay
 
-    def is_wanted(self, value: int) -> bool:
-        """Tell whether the backward will still request a value."""
+    def is_wanted(self, value: int) -> bool: ...  # by the backward
 
     def distance(self, value: int) -> int:
         """Return the number of requests until a value's next use, at least 1."""
@@ -75,11 +71,9 @@ class ValueStore(Protocol):
     def run(self, op: int, in_place: Collection[int]) -> None:
         """Run an op again; the replay holds its values. It may overwrite the values `in_place`."""
 
-    def keep(self, value: int) -> None:
-        """Make a value of the replay a saved value on the device."""
+    def keep(self, value: int) -> None: ...  # a value of the replay
 
-    def forget(self, value: int) -> None:
-        """Free a value of the replay."""
+    def forget(self, value: int) -> None: ...  # a value of the replay
 
 
 class Walk:
@@ -93,17 +87,12 @@ class Walk:
         self.num_replays: dict[int, int] = {}
         self.replayed_s = 0.0
         self.num_replayed_ops = 0
-        self.temp_bytes = 0
-        """Bytes of values that only a replay holds."""
+        self.temp_bytes = 0  # bytes of values that only a replay holds
         self.peak_bytes = 0
-        self.evictable: dict[int, None] = {}
-        """The droppable values on the device, in order of arrival."""
-        self.needed: dict[int, int] = {}
-        """The values that the current replay will read, and the last op that does."""
+        self.evictable: dict[int, None] = {}  # the droppable values on the device, in order of arrival
+        self.needed: dict[int, int] = {}  # the values that the current replay will read, and the last op that does
         self.clock = 0
-        self.given = set[int]()
-        """The values that the requesting graph node holds: dropping one would free nothing, and recomputing it would make a
-        second copy."""
+        self.given = set[int]()  # held by the requesting node: to drop one frees nothing, to recompute it makes a second copy
         self._asks = -1
         self._touched: dict[int, int] = {}
         # [Note: ranking] The victim is found without a look at all values. Each value has a lower bound of its recompute cost,
@@ -112,10 +101,8 @@ class Walk:
         self._least_s: dict[int, float] = {}
         self._ranking: list[tuple[float, int]] = []
         self._ranked_until = -1
-        self._come: list[int] = []
-        """Values that arrived since the last look at the ranking."""
-        self._last_evictable = -1
-        """The largest number of a droppable value."""
+        self._come: list[int] = []  # values that arrived since the last look at the ranking
+        self._last_evictable = -1  # the largest number of a droppable value
 
     def staleness(self, value: int) -> int:
         return self.clock - self._touched[value] + 1
@@ -271,7 +258,6 @@ class Walk:
             self._settle(value)
 
     def _settle(self, value: int) -> None:
-        """Keep or free a value that the replay has finished with."""
         num_bytes = self.lineage.num_bytes[value]
         self.temp_bytes -= num_bytes
         if self._store.is_wanted(value):

@@ -110,8 +110,7 @@ def largest(num_bytes: Callable[[int], int], budget_bytes: int, *, begin: int, m
     return low, high is not None and high - low <= 1
 
 
-_SAVES_ITS_RESULT = re.compile(r"aten\.(relu|sigmoid|tanh|_?softmax|exp)_?\.")
-"""Ops whose result autograd saves. Source: PyTorch's derivatives.yaml."""
+_SAVES_ITS_RESULT = re.compile(r"aten\.(relu|sigmoid|tanh|_?softmax|exp)_?\.")  # source: PyTorch's derivatives.yaml
 
 
 def blocks_of(trace: StepTrace) -> list[ModuleOps]:

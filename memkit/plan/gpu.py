@@ -17,23 +17,17 @@ from memkit.plan.step import OpWork
 
 SCHEMA = "memkit.GpuSpec"
 SCHEMA_VERSION = 1
-
 _BY_THREADS = ("host_updates_per_s", "host_cast_updates_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")
-
 _ASK = "`memkit bench machine --save FILE` writes a whole one."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Speed of the link in each direction while the other is idle; both at once are slower.
-
-    A copy of n bytes takes about `latency_s + n / bytes_per_s`.
-    """
+    """Speed of the link each way while the other is idle: n bytes take about `latency_s + n / bytes_per_s`."""
 
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
-    latency_s: float = 0.0
-    """Seconds of a copy of no bytes."""
+    latency_s: float = 0.0  # of a copy of no bytes
 
     def __str__(self) -> str:
         return (
@@ -179,9 +173,7 @@ FACTORS: Mapping[str, float] = {
     "aten.native_layer_norm_backward": 1.0,
     "aten._fused_rms_norm": 1.0,
     "aten._fused_rms_norm_backward": 1.0,
-}
-"""How far ops of a ResNet-50 (float32, TF32) and a Llama (bfloat16) stay below an H200's full speed: taken for every GPU."""
-
+}  # how far ops of a ResNet-50 (float32, TF32) and a Llama (bfloat16) stay below an H200's full speed: taken for every GPU
 _OF_MEMORY, _OF_FLOPS = 4.0 / 4.8, 0.7075  # of an H200's datasheet figures, what a large copy and product reach
 
 
@@ -210,8 +202,7 @@ def _from_datasheet(
     )
 
 
-_PCIE4 = (25.0, 25.0, 21.0)
-"""GB/s of PCIe 4 x16 from pinned memory. Source: nvbandwidth on many machines; both at once is scaled as on PCIe 5."""
+_PCIE4 = (25.0, 25.0, 21.0)  # GB/s of x16 from pinned memory. Source: nvbandwidth, many machines; both scaled as on PCIe 5
 _PCIE5 = (55.3, 55.5, 50.8)  # GB/s of PCIe 5 x16, as measured by memkit beside an H200
 _C2C = (290.0, 370.0, 250.0)
 _HOPPER = (989.4, 494.7, 66.9)

@@ -94,8 +94,7 @@ class _Explained:
     def _bytes(self) -> Mapping[Action, int]: ...
 
     @abstractmethod
-    def _told(self) -> tuple[Sequence[PlannedValue], Iterable[str]]:
-        """Return all values, and the totals."""
+    def _told(self) -> tuple[Sequence[PlannedValue], Iterable[str]]: ...
 
     @property
     def kept_bytes(self) -> int:
@@ -180,8 +179,7 @@ class Plan(_Explained):
     """Ops that run again in the backward."""
     retained: frozenset[int] = frozenset()
     """Values that are held on purpose because others are recomputed from them: roots, and values that autograd did not save."""
-    _bytes: Mapping[Action, int] = field(init=False, repr=False, compare=False)
-    """Bytes of the saves by action, without those that something else keeps alive. Summed once, since each forward asks."""
+    _bytes: Mapping[Action, int] = field(init=False, repr=False, compare=False)  # summed once, since each forward asks
 
     def __post_init__(self) -> None:
         totals = dict.fromkeys(Action, 0)
@@ -292,7 +290,6 @@ class PlannedStep:
         return self.difference(replace(self, **_values_of(step)))
 
     def difference(self, other: PlannedStep) -> str:
-        """Return the first relevant difference to another step, "" if there is none."""
         for index, (mine, theirs) in enumerate(zip(self.saves, other.saves, strict=False)):
             if mine != theirs:
                 return (

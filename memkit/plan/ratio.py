@@ -194,8 +194,7 @@ def auto_ratio(
 
 
 class Forecast:
-    """The bytes on a device during a backward that repeats an earlier one; each op also makes a gradient as large as its
-    input."""
+    """The bytes on a device during a backward that repeats an earlier one; the gradient of each input takes as much again."""
 
     def __init__(
         self, sizes_bytes: Sequence[int], working_bytes: Sequence[int], stays: Sequence[bool], *, limit_bytes: int
@@ -206,8 +205,7 @@ class Forecast:
         for place, (size, working, stay) in enumerate(zip(sizes_bytes, self._working_bytes, stays, strict=True)):
             levels.add(place, place + 1, working)
             levels.add(0 if stay else place, place + 1, size)
-        self.peak_bytes = max(limit_bytes + working_bytes[0], levels.peak_bytes)
-        """The limit of the backward: at its beginning, or where it needs the most."""
+        self.peak_bytes = max(limit_bytes + working_bytes[0], levels.peak_bytes)  # at the backward's begin, or at most
         self._highest: list[list[int]] = []  # the highest levels of 1, 2, 4 and more places; made on first use
 
     def level_bytes(self, now: int, until: int, live_bytes: int) -> int:

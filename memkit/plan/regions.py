@@ -43,7 +43,6 @@ class HostCosts:
     is_device: bool = False  # then nothing overlaps
 
     def step_s(self, device_s: float, host_s: float) -> float:
-        """Return the seconds of a step: of the device or the host, whichever takes longer."""
         return device_s + host_s if self.is_device else max(device_s, host_s)
 
 
@@ -124,8 +123,7 @@ class RegionPlanner:
     def __init__(self, step: Step, calls: Sequence[ModuleCall], costs: HostCosts, *, num_ops: int) -> None:
         self.step, self.calls, self.costs = step, calls, costs
         lineage = step.lineage
-        self.plain_device_s = 3 * (sum(lineage.seconds) + sum(call.device_s for call in calls))
-        """Of the whole step without regions: a backward takes about as long as two forwards."""
+        self.plain_device_s = 3 * (sum(lineage.seconds) + sum(call.device_s for call in calls))  # a backward takes two forwards
         self.plain_host_s = 2 * costs.op_s * num_ops
         self._num_ops = num_ops
         self._bytes = lineage.num_bytes
@@ -253,7 +251,6 @@ class RegionPlanner:
         return min(self._explored(), key=lambda choice: (choice.peak_bytes, self._rank(choice)))
 
     def choices(self) -> list[RegionNeeds]:
-        """Return the bytes of all choices on the front of time and peak, the quickest first."""
         return [self.needs(choice) for choice in sorted(self._explored(), key=self._rank)]
 
     def layers(self) -> RegionChoice:

@@ -46,7 +46,6 @@ class CutPlaces:
         return levels.each()
 
     def skeletons(self) -> Iterator[frozenset[int]]:
-        """Yield the anchors for ever more cuts."""
         parts, num_saved, saved_bytes = 2.0, len(set(self._step.saves)), self._step.saved_bytes
         while parts <= max(32, num_saved // 5):
             yield self.skeleton(saved_bytes / parts)
@@ -317,8 +316,8 @@ class Walks:
         self.is_large = self._num_events > 4_000  # fewer plans are simulated then: each takes a tenth of a second or more
         saved, sizes = frozenset(step.saves), step.lineage.num_bytes
         skeletons = (frozenset[int](), *(anchors - self.asked for anchors in CutPlaces(step).skeletons()))
+        # the sets of unsaved values that may be held, smallest first, with their bytes
         self._held = {anchors: sum(sizes[value] for value in anchors - saved) for anchors in skeletons}
-        """The sets of unsaved values that may be held, smallest first, with their bytes."""
         self._orders: dict[frozenset[int], tuple[list[int], list[int]]] = {}
         self._explored: dict[float, list[Outcome]] = {}
         self._smallest: Outcome | None = None
@@ -326,14 +325,8 @@ class Walks:
     def walk(
         self, dropped: Collection[int], limit_bytes: float, anchors: frozenset[int] = frozenset(), *, most_s: float = math.inf
     ) -> Outcome:
-        found = simulate(
-            self.step,
-            dropped,
-            limit_bytes=limit_bytes,
-            score=self.score,
-            anchors=anchors.difference(self.step.saves),
-            most_s=min(most_s, self._most_s),
-        )
+        anchors, most_s = anchors.difference(self.step.saves), min(most_s, self._most_s)
+        found = simulate(self.step, dropped, limit_bytes=limit_bytes, score=self.score, anchors=anchors, most_s=most_s)
         self._work += self._num_events
         if found.replayed_s < math.inf:
             self._work += found.num_replayed_ops

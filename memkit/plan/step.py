@@ -82,8 +82,6 @@ class Lineage:
 
 
 class GrowingLineage(Lineage):
-    """The ops and values of one forward while it is recorded."""
-
     __slots__ = ()
 
     num_bytes: list[int]
@@ -149,13 +147,11 @@ class Step:
     lineage: Lineage
     saves: tuple[int, ...]  # the value of each save that counts, in order. A value may be saved several times.
     uses: tuple[int, ...]
-    use_ends: tuple[int, ...] = ()
-    """For each request, the first later one from another graph node, which holds its value until then; or each is alone."""
+    use_ends: tuple[int, ...] = ()  # for each request, the first later one from another graph node; or each is alone
     fixed: frozenset[int] = field(default_factory=frozenset)  # saves that stay under any plan: no op makes them, or by request
     dropped: frozenset[int] = field(default_factory=frozenset)
     moved: frozenset[int] = field(default_factory=frozenset)  # saves that leave under any plan, and come back for their readers
-    retained_bytes: Mapping[int, int] = field(default_factory=dict)
-    """Roots that are freed unless held on purpose, and their bytes; all others are the caller's and cost nothing."""
+    retained_bytes: Mapping[int, int] = field(default_factory=dict)  # roots that are freed unless held on purpose
     why_kept: Mapping[int, str] = field(default_factory=dict)  # why no op recomputes a value, where a user may not expect it
 
     def __post_init__(self) -> None:

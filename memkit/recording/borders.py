@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from memkit.recording.recorder import Recorder
 
-BORDER = "memkit::border"
-"""An op that does nothing. Every forward runs it, so that numbers of ops stay the same."""
+BORDER = "memkit::border"  # an op that does nothing. Every forward runs it, so that numbers of ops stay the same
 
 
 @functools.cache

@@ -24,8 +24,7 @@ _MAX_COSTS = 8192
 class OpCosts:
     def __init__(self) -> None:
         self.device: Device | None = None
-        self.known_s: dict[CostKey, float] = {}
-        """Measured, or guessed until then."""
+        self.known_s: dict[CostKey, float] = {}  # measured, or guessed until then
 
     def estimate_s(self, func: Any, args: Sequence[Any], results: Any) -> float:
         key = cost_key(func, args, results)
@@ -42,8 +41,7 @@ class OpCosts:
 
 
 _NUM_MEASURED = 100
-_OP, _SAVED, _REPLAYED, _REGION = 2.5, 4.0, 3.0, 10.0
-"""Multiples of the cost of recording an op, for an op with its module and its launch, a save, a replayed op, a region."""
+_OP, _SAVED, _REPLAYED, _REGION = 2.5, 4.0, 3.0, 10.0  # times recording an op; an op is with its module and its launch
 
 
 @functools.cache

@@ -22,24 +22,19 @@ if TYPE_CHECKING:
 class ExpectedOp(NamedTuple):
     func: Any
     is_skipped: bool
-    first: int
-    """The next value's number before it runs."""
-    made: int
-    """The next value's number after the roots that it reads are numbered."""
+    first: int  # the next value's number before it runs
+    made: int  # the next value's number after the roots that it reads are numbered
     is_view: bool = False
     ins: tuple[int, ...] = ()
-    roots: frozenset[int] = frozenset()
-    """The roots among `ins`."""
+    roots: frozenset[int] = frozenset()  # the roots among `ins`
 
 
 class Expected:
     def __init__(self, ops: Sequence[ExpectedOp], num_values: int) -> None:
-        self.ops = ops
-        """Empty once an unexpected op has run."""
+        self.ops = ops  # empty once an unexpected op has run
         self._num_values = num_values
         self.unmade = set[int]()
-        self.sources = set[int]()
-        """Values that are copied before a write: dropped values need them, or they are read where they were saved."""
+        self.sources = set[int]()  # values that are copied before a write: for dropped values, or read where they were saved
 
     def end(self, recording: Recording) -> None:
         """Record all ops from here on. If any were skipped, later values have other numbers than expected."""
@@ -74,7 +69,6 @@ class Expected:
         *,
         is_plain: bool,
     ) -> None:
-        """Called before an op that is recorded."""
         if op is not None and op.func is func and not op.is_skipped and is_plain and recording.num_values <= op.first:
             recording.num_values = op.made  # first: so no other value has one of these numbers, whatever comes
             try:
@@ -85,7 +79,6 @@ class Expected:
         self.end(recording)
 
     def _number_roots(self, recording: Recording, args: Iterable[Any], op: ExpectedOp) -> bool:
-        """Tell whether an op reads the expected roots."""
         numbers = iter(op.ins)
         for tensor in tensors_in(args):
             number = next(numbers, -1)

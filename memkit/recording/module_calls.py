@@ -36,12 +36,10 @@ class Aftermath:
         recording.sync()
         self.recording = recording
         self.last_read = {value: op for op, ins in enumerate(recording.lineage.ins) for value in ins}
-        self.writes: dict[int, list[int]] = {}
-        """By address, the numbers of the writing ops among all ops, from 1 on."""
+        self.writes: dict[int, list[int]] = {}  # by address, the numbers of the writing ops among all ops, from 1 on
         for func, address, _ in recording.effects:
             self.writes.setdefault(address, []).append(func)
-        self.alike: dict[int, list[NotedCall]] = {}
-        """By the identity of the weak reference that the calls of a module share, since the module may be gone."""
+        self.alike: dict[int, list[NotedCall]] = {}  # calls by the identity of their module's weak reference
         for call in noted:
             self.alike.setdefault(id(call.module), []).append(call)
             for value in call.given:
@@ -54,8 +52,7 @@ _OF_GATHERS = (torch_private.MODULE_STATE[0], *torch_private.MODULE_HOOKS)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 _MOST_NESTED = 4
 NO_GRAD = "gradients are off"
-WRITES = "an op in it writes to what was there before"
-"""Rules out a call as a region, but not its enclosing call."""
+WRITES = "an op in it writes to what was there before"  # rules out a call as a region, but not its enclosing call
 
 
 class _Begin(NamedTuple):
@@ -75,23 +72,22 @@ class NotedCall:
         self._is_sharded = is_sharded_by_fsdp2(module)
         self._state: list[Any] | None = list(_state_of(module, is_sharded=self._is_sharded))
         self._drawn = _python_generators()
-        self.given = frozenset[int]()
-        """Its inputs that the forward made."""
-        self.made: tuple[int, frozenset[int]] = (0, frozenset())
-        """The next value's number after it, and the values that it returned."""
-        self.weights: tuple[int, list[tuple[weakref.ref[Tensor], int, int]]] = (0, [])
-        """The number of all ops up to its end, and its parameters and buffers then, with addresses and versions."""
-        self.stop: tuple[int, int] | None = None
-        """The numbers of the next save and the next op after it; None while it runs, and if it failed."""
+        self.given = frozenset[int]()  # its inputs that the forward made
+        self.made: tuple[int, frozenset[int]] = (0, frozenset())  # the next value's number after it, and what it returned
+        self.weights: tuple[int, list[tuple[weakref.ref[Tensor], int, int]]] = (0, [])  # ops up to its end, its weights then
+        self.stop: tuple[int, int] | None = None  # the next save and op after it; None while it runs, and if it failed
         self.inputs: tuple[int, ...] = ()
         self.shapes: tuple[tuple[int, ...], ...] = ()
-        self._is_rewritten: bool | None = None
-        """None until `is_rewritten` is called."""
+        self._is_rewritten: bool | None = None  # None until `is_rewritten` is called
         self.needs_grad = False
         self.why_no_part = ""
         if not torch.is_grad_enabled():
             self.why_no_part = NO_GRAD
-        elif any(_is_made_here(tensor, recording) for tensor in self._state if isinstance(tensor, Tensor)):
+        elif any(
+            is_lazy(tensor) or not is_range_of_bytes(tensor) or _values_of(tensor, recording)  # a lazy one is made in this call
+            for tensor in self._state
+            if isinstance(tensor, Tensor)
+        ):
             self.why_no_part = "an attribute of it was computed in this step"
         self.why_not = self.why_no_part
 
@@ -151,7 +147,6 @@ class NotedCall:
         return False
 
     def as_planned(self, aftermath: Aftermath) -> ModuleCall:
-        """Return the call in the form that `plan/` works on, after the forward."""
         return _planned([self], self.why_not or ("" if self.stop is not None else "it failed"), self.inputs, aftermath)
 
 
@@ -220,14 +215,6 @@ def _is_own(value: int, recording: Recording) -> bool:
     return root is None or root.is_inside
 
 
-def _is_made_here(tensor: Tensor, recording: Recording) -> bool:
-    if is_lazy(tensor) or not is_range_of_bytes(tensor):  # a lazy one is made in this call
-        return True
-    storage = _storage_of(tensor)
-    value = None if storage is None else recording.find(storage)
-    return value is not None and _is_own(value, recording)
-
-
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     try:
         return tensor.untyped_storage()
@@ -241,7 +228,6 @@ def _weights_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's storage, 0 if it has none, and the tensor's version."""
     storage = _storage_of(tensor)
     version = -1 if tensor.is_inference() else torch_private.version_of(tensor)
     return 0 if storage is None else torch_private.storage_address(storage), version
@@ -262,14 +248,11 @@ def _state_of(module: nn.Module, *, is_sharded: bool) -> Iterator[Any]:
     for part in module.modules():
         for name, attribute in list(vars(part).items()):
             if name.startswith(torch_private.MODULE_HOOKS) and isinstance(attribute, dict):  # memkit may set hooks in the call
-                yield from () if name in left else (hook for hook in attribute.values() if not _is_own_hook(hook))
+                hooks = () if name in left else attribute.values()  # some are True: a hook's option, by the hook's number
+                yield from (hook for hook in hooks if hook is not True and type(hook).__module__ != HookSet.__module__)
                 continue
             yield name
             yield from () if name in left or name.startswith(left_with) else _parts_of(attribute, _MOST_NESTED)
-
-
-def _is_own_hook(hook: Any) -> bool:
-    return hook is True or type(hook).__module__ == HookSet.__module__  # True: a hook's option, by the hook's number
 
 
 def _parts_of(attribute: Any, most_nested: int) -> Iterator[Any]:
@@ -307,10 +290,8 @@ def _is_plain(given: Any) -> bool:
 class SpanCall(NamedTuple):
     """Neighboring calls in a `Sequential`, as the call of one module."""
 
-    call: ModuleCall
-    """Its parent is the Sequential's call, by index among the noted calls."""
-    calls: tuple[int, int]
-    """The index of its first noted call, and of the first one after it."""
+    call: ModuleCall  # its parent is the Sequential's call, by index among the noted calls
+    calls: tuple[int, int]  # the index of its first noted call, and of the first one after it
     reference: SpanReference
 
 
@@ -378,10 +359,8 @@ class ModuleTrail:
         self._names: dict[nn.Module, str] = {}
         self._notes_calls = notes_calls
         self._num_calls = Counter[nn.Module]()
-        self.calls: list[NotedCall] = []
-        """In the order of their beginnings."""
-        self.ended: list[int] = []
-        """Their indices, in the order of their ends."""
+        self.calls: list[NotedCall] = []  # in the order of their beginnings
+        self.ended: list[int] = []  # their indices, in the order of their ends
 
     def follow(self, recording: Recording) -> None:
         self._recording = recording
@@ -416,7 +395,6 @@ class ModuleTrail:
             self._hooks.remove()
 
     def go_on(self, ended: nn.Module | None = None) -> None:
-        """Set the hooks again, if they were on."""
         if self._is_paused:
             self._is_paused = False
             if ended is not None:
@@ -439,9 +417,8 @@ class ModuleTrail:
         recording, place = self._recording, -1
         if self._notes_calls and torch_private.backward_task() == -1:
             place = len(self.calls)
-            parent = self._running[-1][2] if self._running else -1
             name = self._names.get(module, type(module).__name__)
-            self.calls.append(NotedCall(module, name, self._num_calls[module], parent, recording))
+            self.calls.append(NotedCall(module, name, self._num_calls[module], self.place, recording))
             self._num_calls[module] += torch.is_grad_enabled()
         self._running.append((module, len(recording.calls), place))
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
 
 aten = torch.ops.aten
-
-
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "torchvision", "torch_attn"})
 """Other ops may draw from Python's generator, count calls, or read changing state, and neither schema nor tags tell
 (`torch.library.custom_op` sets `pt2_compliant_tag` by itself)."""
@@ -27,44 +25,32 @@ _FACTORIES = """
     arange eye empty empty_like empty_permuted empty_strided empty_quantized full full_like linspace logspace new_empty
     new_empty_strided new_full new_ones new_zeros ones ones_like range scalar_tensor zeros zeros_like _efficientzerotensor
     tril_indices triu_indices
-"""
-"""Ops that return new memory. A Triton kernel or NumPy may write to it unseen, so it is kept rather than recomputed."""
-
+"""  # ops that return new memory. A Triton kernel or NumPy may write to it unseen, so it is kept rather than recomputed
 _UNTRUSTED = """
     _local_scalar_dense nonzero nonzero_static masked_select unique_consecutive unique_dim _unique _unique2 repeat_interleave
     bincount _pin_memory pin_memory lift lift_fresh_copy _copy_from _copy_from_and_resize _assert_async _assert_tensor_metadata
-"""
-"""Ops that make the host wait for the device, or give results that can't be reproduced. Regions may run them again."""
-
-_VIEW_UNTOLD = "aten::_unsafe_view"
-"""Its schema hides from autograd that it is a view, mostly of a matrix product."""
-
+"""  # ops that make the host wait for the device, or give results that can't be reproduced. Regions may run them again
+_VIEW_UNTOLD = "aten::_unsafe_view"  # its schema hides from autograd that it is a view, mostly of a matrix product
 _HIDING_STATE = """
     _cudnn_rnn miopen_rnn mkldnn_rnn_layer _cudnn_init_dropout_state record_stream resize_ resize_as_ set_ _resize_output_
     from_file _batch_norm_with_update batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats
     _fused_moving_avg_obs_fq_helper
-"""
-"""Ops that have hidden state or change storages: no region may have them."""
-
+"""  # ops that have hidden state or change storages: no region may have them
 _NOT_REPLAYED = frozenset(f"aten::{name}" for name in (_FACTORIES + _UNTRUSTED + _HIDING_STATE).split())
 _VALUE_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _HIDING = frozenset(f"aten::{name}" for name in _HIDING_STATE.split())
-
 _OVERWRITERS = frozenset(
     {"aten::copy_", "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::bernoulli_", "aten::random_"}
     | {"aten::exponential_", "aten::geometric_", "aten::cauchy_", "aten::log_normal_"}
 )
 
 _CROSSING = frozenset({"aten::_to_copy", "aten::copy_", "aten::copy", "aten::_foreach_copy_"})
-
-_BATCH_NORM_STATISTICS, _BATCH_NORM_TRAINING_AT = (3, 4), 5
 _BATCH_NORMS: dict[OpOverload, OpOverload | None] = {
     aten.native_batch_norm.default: None,
     aten.cudnn_batch_norm.default: None,
     aten.miopen_batch_norm.default: None,
     **dict(zip(torch_private.known("batch_norm_legit"), torch_private.known("batch_norm_legit_no_stats"), strict=False)),
-}
-"""Ops that write running statistics in training mode, each with the overload that computes the same without them."""
+}  # ops that write running statistics in training mode, each with the overload that computes the same without them
 
 
 class OpKinds:
@@ -85,12 +71,7 @@ class OpKinds:
         if not isinstance(func, torch_private.OpOverload):
             return OpTraits(OpClass.UNKNOWN, why_kept=f"{_name_of(func) or func} is a higher-order op, which is not run again")
         if func in _BATCH_NORMS:
-            return OpTraits(
-                OpClass.REPLAYED,
-                statistics=_BATCH_NORM_STATISTICS,
-                training_at=_BATCH_NORM_TRAINING_AT,
-                replayed_by=_BATCH_NORMS[func],
-            )
+            return OpTraits(OpClass.REPLAYED, statistics=(3, 4), training_at=5, replayed_by=_BATCH_NORMS[func])
         schema = torch_private.schema_of(func)
         if schema.name == BORDER:
             return OpTraits(OpClass.BORDER)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from memkit.core.torch_private import OpOverload
 
 _STRIDED = torch.strided
-
 Source = tuple[Any, int, torch.Size, tuple[int, ...], int | torch.SymInt, torch.dtype, bool, bool]
 """A tensor argument: its position or name (in a list, with the index), its value, and its `Geometry` in the storage."""
 
@@ -33,37 +32,25 @@ def tensor_of(source: Source, storage: torch.UntypedStorage) -> Tensor:
 
 
 class OpClass(Enum):
-    VIEW = auto()
-    """It makes no value, and is never run again."""
-    REPLAYED = auto()
-    """It can run again, and then makes the same bytes."""
-    OPAQUE = auto()
-    """It is not run again: its values are roots."""
-    BORDER = auto()
-    """It makes nothing; see `memkit.recording.borders`."""
-    UNKNOWN = auto()
-    """It is not run again: it may have side effects, write unnamed tensors, and return an older tensor."""
+    VIEW = auto()  # it makes no value, and is never run again
+    REPLAYED = auto()  # it can run again, and then makes the same bytes
+    OPAQUE = auto()  # it is not run again: its values are roots
+    BORDER = auto()  # it makes nothing; see `memkit.recording.borders`
+    UNKNOWN = auto()  # it is not run again: it may have side effects, write unnamed tensors, and return an older tensor
 
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
     op_class: OpClass
-    written: tuple[int | str, ...] = ()
-    """The arguments that it writes to, by position or, if keyword-only, by name."""
+    written: tuple[int | str, ...] = ()  # the arguments that it writes to, by position or, if keyword-only, by name
     is_random: bool = False
-    overwrites: bool = False
-    """It overwrites all old contents of the written arguments, if these cover their storages."""
-    statistics: tuple[int, ...] = ()
-    """Positions of running statistics that it updates in training mode; the schema or a version counter may not show it."""
+    overwrites: bool = False  # it overwrites all old contents of the written arguments, if these cover their storages
+    statistics: tuple[int, ...] = ()  # positions of running statistics that it updates, perhaps unseen by schema or version
     training_at: int = -1
-    replayed_by: OpOverload | None = None
-    """The overload for replays without statistics, if this one needs them."""
-    may_cross: bool = False
-    """It may copy to another device: such copies are not recomputed."""
-    why_kept: str = ""
-    """The reason for users why its values are roots."""
-    hides_state: bool = False
-    """A module with it can't be a region either."""
+    replayed_by: OpOverload | None = None  # the overload for replays without statistics, if this one needs them
+    may_cross: bool = False  # it may copy to another device: such copies are not recomputed
+    why_kept: str = ""  # the reason for users why its values are roots
+    hides_state: bool = False  # a module with it can't be a region either
 
     @property
     def is_plain(self) -> bool:
@@ -99,19 +86,14 @@ class OpCall(NamedTuple):
     args: Sequence[Any]
     kwargs: dict[str, Any] | None
     sources: Sequence[Source]
-    first: int
-    """The number of the first value that it makes."""
+    first: int  # the number of the first value that it makes
     outs_bytes: tuple[int, ...]
-    kind: OpTraits | None = None
-    """None for an op that only computes."""
-    places: tuple[int, ...] = (0,)
-    """The index among the returned tensors of each value that is not written over an argument."""
-    written: tuple[int, ...] = ()
-    """The values that it overwrites. The new values over them are the last ones that it makes."""
+    kind: OpTraits | None = None  # None for an op that only computes
+    places: tuple[int, ...] = (0,)  # the index among the returned tensors of each value that is not written over an argument
+    written: tuple[int, ...] = ()  # the values that it overwrites. The new values over them are the last ones that it makes
     is_whole: bool = False
     generator: torch.Generator | None = None
-    state: Tensor | None = None
-    """The generator's state before the op drew from it."""
+    state: Tensor | None = None  # the generator's state before the op drew from it
 
 
 def tensors_in(argument: Any) -> list[Tensor]:

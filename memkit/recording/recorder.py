@@ -32,8 +32,7 @@ from memkit.recording.recorded import (
 )
 from memkit.recording.recording import Recording
 
-_IS_ASKED_OF_MODES = bool(torch_private.known("asks_modes_on_stack"))
-"""Dynamo asks each active mode whether it may compile. Older versions read a flag that entering a mode sets."""
+_IS_ASKED_OF_MODES = bool(torch_private.known("asks_modes_on_stack"))  # older versions read a flag that entering a mode sets
 
 
 def _may_compile() -> bool:
@@ -84,12 +83,8 @@ _address_of, _version_of = torch_private.storage_address, torch_private.version_
 _is_in_backward = torch_private.backward_task
 _new_tuple = tuple.__new__  # a named tuple without its constructor, which costs more than its fields
 _VIEW, _PLAIN, _COPY = "view", "plain", "copy"
-_ALIAS = torch.ops.aten.alias.default
-"""The first op of `torch.autograd.forward_ad.make_dual`."""
-
-
-_COLLECTIVES = "c10d"
-"""The namespace of ops that may write to any of their tensors, with no sign in schemas or version counters."""
+_ALIAS = torch.ops.aten.alias.default  # the first op of `torch.autograd.forward_ad.make_dual`
+_COLLECTIVES = "c10d"  # namespace of ops that may write to any of their tensors, with no sign in schemas or version counters
 _GATHERS = "fsdp"
 """The namespace of FSDP2's ops. Their writes to a parameter's storage restore its freed contents. Shards are not written to
 within a step, or the tensors that autograd saved of the parameter would be wrong as well."""
@@ -108,10 +103,8 @@ class Recorder(QuietMode):
         self.kind_of = kinds.of
         self._generator_of = generator_of
         self.estimate_s = estimate_s
-        self.sees_dual = False
-        """A dual level was opened since the mode was entered: leave it at the next save, outside of any op."""
-        self._paths: dict[Any, Any] = {}
-        """How to record each op: one of three words, or a method of the class: a bound one would keep this object alive."""
+        self.sees_dual = False  # a dual level was opened since: leave the mode at the next save, outside of any op
+        self._paths: dict[Any, Any] = {}  # how to record each op: one of three words, or a method of the class
 
     def follow(self, recording: Recording) -> None:
         self.recording = recording
@@ -168,18 +161,9 @@ class Recorder(QuietMode):
                         value = found[1]
                     else:
                         value = recording.add_root(argument, storage, is_inside=False)
-                    sources.append(
-                        (  # `source_of`, in place
-                            key,
-                            value,
-                            argument.size(),
-                            argument.stride(),
-                            argument.storage_offset(),
-                            argument.dtype,
-                            argument.is_conj(),
-                            argument.is_neg(),
-                        )
-                    )
+                    size, stride, offset = argument.size(), argument.stride(), argument.storage_offset()
+                    is_conj, is_neg = argument.is_conj(), argument.is_neg()
+                    sources.append((key, value, size, stride, offset, argument.dtype, is_conj, is_neg))  # `source_of`, in place
                     kept.append(None)
                 elif type(argument) is list and argument and type(argument[0]) is not int:
                     kept.append(self._take_list(key, argument, sources))
@@ -250,7 +234,10 @@ class Recorder(QuietMode):
         targets = written_by(kind, args, kwargs) if kind.written else []
         if targets and not any(map(recording.is_known, targets)):
             return self._run_on_strangers(func, args, kwargs, targets)
-        kept, kept_kwargs, sources = self._take_arguments(args, kwargs)
+        sources: list[Source] = []
+        kept = [self.take(key, argument, sources) for key, argument in enumerate(args)]
+        kept_kwargs = {name: self.take(name, argument, sources) for name, argument in kwargs.items()} if kwargs else None
+        given = func, kept, kept_kwargs, sources, args
         generator = state = None
         if kind.is_random:
             generator = self._generator(args, kwargs)
@@ -262,7 +249,7 @@ class Recorder(QuietMode):
             if kind.may_cross and crosses(args[0], results):
                 recording.add_roots(results)
             else:
-                self.note(func, kept, kept_kwargs, sources, args, results, kind=kind, generator=generator, state=state)
+                self.note(*given, results, kind=kind, generator=generator, state=state)
             return results
         written = {recording.value_of(target): target for target in targets}
         are_inside = [recording.before_write_to(target) for target in targets]
@@ -275,27 +262,11 @@ class Recorder(QuietMode):
             for value, is_inside in zip(written, are_inside, strict=True)
         ) and sizes_bytes == [_get_storage(target).nbytes() for target in targets]
         if can_follow and not (kind.may_cross and crosses(args[0], args[1])):
-            self.note(
-                *(func, kept, kept_kwargs, sources, args, results),
-                kind=kind,
-                written=written,
-                is_whole=is_whole,
-                generator=generator,
-                state=state,
-            )
+            self.note(*given, results, kind=kind, written=written, is_whole=is_whole, generator=generator, state=state)
         else:
             recording.add_written(targets, are_inside)
             recording.add_roots(results)
         return results
-
-    def _take_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-    ) -> tuple[list[Any], dict[str, Any] | None, list[Source]]:
-        sources: list[Source] = []
-        kept = [self.take(key, argument, sources) for key, argument in enumerate(args)]
-        if not kwargs:
-            return kept, None, sources
-        return kept, {name: self.take(name, argument, sources) for name, argument in kwargs.items()}, sources
 
     def take(self, key: int | str, argument: Any, sources: list[Source]) -> Any:
         """Return an argument as it is recorded; a tensor becomes a source and None."""
@@ -349,7 +320,6 @@ class Recorder(QuietMode):
         generator: torch.Generator | None = None,
         state: Tensor | None = None,
     ) -> None:
-        """Note an op's new results, and the new contents of written tensors."""
         recording = self.recording
         made, places, keys = list[Tensor](), list[int](), set[int]()
         for place, tensor in enumerate(tensors_in(results)):
@@ -425,8 +395,7 @@ class Recorder(QuietMode):
 
     def _run_unknown(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Run an op known only by its schema. A higher-order op has none: the version counter shows its writes, too late to
-        copy the old contents. A returned tensor that is neither new nor an argument, such as the op's own state, may have
-        changed."""
+        copy the old contents. A returned tensor that is neither new nor an argument, such as a state, may have changed."""
         kind, recording = self.kind_of(func), self.recording
         recording.note_effect()
         has_schema = isinstance(func, torch_private.OpOverload)

@@ -27,8 +27,7 @@ from memkit.recording.recorded import CostKey, OpCall, tensors_in
 if TYPE_CHECKING:
     from memkit.recording.expected import Expected
 
-Setting = tuple[Callable[[], Any], Callable[[Any], None]]
-"""A function that reads the setting, which runs often and so is not Python, and one that sets it."""
+Setting = tuple[Callable[[], Any], Callable[[Any], None]]  # reads it (often, so it is not Python); sets it
 
 
 def _fp32_precision(backend: str, op: str, place: Any) -> Setting:
@@ -92,9 +91,7 @@ def change_settings(found: Settings, wanted: Settings, also: tuple[Setting, ...]
             change(after)
 
 
-_MOST_STATISTICS = 2**16
-"""Larger buffers are not taken for statistics (channels)."""
-
+_MOST_STATISTICS = 2**16  # larger buffers are not taken for statistics (channels)
 recordings_over: weakref.WeakValueDictionary[int, Recording] = weakref.WeakValueDictionary()
 """By id, recordings of finished forwards with living graphs: they copy values before a later forward overwrites them."""
 
@@ -106,19 +103,14 @@ class Root:
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage, version: int | None, *, is_inside: bool) -> None:
         owner = owner_of(storage)
-        self.lent = None if owner is None else owner.lend(tensor)
-        """Returns the tensor again, if its storage has other contents at times."""
+        self.lent = None if owner is None else owner.lend(tensor)  # returns the tensor again, if its contents change at times
         self.tensor = weakref.ref(tensor)
         self.storage = weakref.ref(storage)
         self.num_bytes = storage.nbytes()
-        self.version = version
-        """The tensor's version when it was seen; None between a write and the next op, and if the tensor counts no writes."""
-        self.seen: int | None = None
-        """The tensor's version once a copy is held: `version` is then the copy's."""
-        self.is_inside = is_inside
-        """An op that can't run again made it in the forward, so nothing else may hold it."""
-        self.is_lost = False
-        """It was or may have been overwritten."""
+        self.version = version  # when it was seen; None between a write and the next op, and if it counts no writes
+        self.seen: int | None = None  # the tensor's version once a copy is held: `version` is then the copy's
+        self.is_inside = is_inside  # an op that can't run again made it in the forward, so nothing else may hold it
+        self.is_lost = False  # it was or may have been overwritten
         self.alias: Tensor | None = None
 
     def living(self) -> Tensor | None:
@@ -167,12 +159,6 @@ class Root:
         return storage
 
 
-def alias_in_dispatch(tensor: Tensor) -> Tensor:
-    """Return an alias that shares its tensor's version counter, although a mode runs below autograd."""
-    with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
-        return tensor.detach()
-
-
 def retained_bytes(roots: Mapping[int, Root]) -> dict[int, int]:
     """Return the bytes of roots that would be freed unless held. Holding the caller's storage takes none."""
     found = {}
@@ -213,52 +199,32 @@ class Recording:
         self.known_s = known_s
         self.retained = retained
         self.is_timed = is_timed
-        self.times: list[tuple[int, CostKey, Event, Event]] = []
-        """For each timed op, its number, its `cost_key`, and events at start and end."""
-        self.call_times: list[tuple[int, Event, Event]] = []
-        """For each timed compiled module, the index of its noted call, and events at start and end."""
-        self.seconds: dict[int, float] = {}
-        """Estimated seconds of ops that `known_s` doesn't have."""
-        self.originals: dict[int, Tensor] | None = {} if is_verified else None
-        """The contents of each value, in host memory."""
+        self.times: list[tuple[int, CostKey, Event, Event]] = []  # of timed ops: number, `cost_key`, start, end
+        self.call_times: list[tuple[int, Event, Event]] = []  # of timed compiled modules: noted call, start, end
+        self.seconds: dict[int, float] = {}  # estimated seconds of ops that `known_s` doesn't have
+        self.originals: dict[int, Tensor] | None = {} if is_verified else None  # the contents of each value, in host memory
         self.settings = current_settings()
         self.calls: list[OpCall] = []
-        self.funcs: list[Any] = []
-        """Every op that was seen, recomputed or not: the sequence distinguishes forwards."""
+        self.funcs: list[Any] = []  # every op that was seen, recomputed or not: the sequence distinguishes forwards
         self.roots: dict[int, Root] = {}
-        self.is_gathering = False
-        """Parameters are being gathered, during which nothing is recorded."""
-        self.is_over = False
-        """Nothing more is recorded, so that writes may go unseen."""
-        self.anchors: Any = None
-        """Holds values made here that a plan needs and autograd did not save: `memkit.activations.recomputing.sources`."""
+        self.is_gathering = False  # parameters are being gathered, during which nothing is recorded
+        self.is_over = False  # nothing more is recorded, so that writes may go unseen
+        self.anchors: Any = None  # unsaved values that a plan needs: `memkit.activations.recomputing.sources`
         self.pinned: dict[int, KeptHandle] = {}
         """Saved values that can't be recomputed, but others are recomputed from them."""
-        self.hidden = set(rewritten)
-        """Roots held as copies: rewritten ones, and those whose writes may go unseen, such as batch norm statistics."""
-        self.why_kept: dict[int, str] = {}
-        """The reasons for users why values of ops are roots."""
-        self.unversioned: list[Any] = []
-        """Roots and handles of anchors that the last op wrote: the version counter is raised after the op."""
-        self.overwritten = set[int]()
-        """Overwritten values. A saved tensor of one may be valid: the parts of `unsafe_chunk` have their own counters."""
+        self.hidden = set(rewritten)  # roots held as copies: rewritten, or with unseen writes (batch norm statistics)
+        self.why_kept: dict[int, str] = {}  # the reasons for users why values of ops are roots
+        self.unversioned: list[Any] = []  # roots and handles of anchors that the last op wrote: their versions rise after it
+        self.overwritten = set[int]()  # a saved tensor of one may be valid: parts of `unsafe_chunk` have own counters
         self.expected: Expected | None = None
         self.num_values = 0
-        self.held_bytes = 0
-        """Bytes of the roots that only this recording holds."""
-        self.current: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        """By address, each storage and its current value."""
-        self.lent: dict[int, tuple[weakref.ref[torch.UntypedStorage]]] = {}
-        """Storages that were seen and whose owner may change the contents, so that they are not in `current`."""
-        self.lineage = GrowingLineage()
-        """The ops and values in numbers, as of the last `sync`."""
-        self.saved: list[int] = []
-        """The value of each counted save."""
-        self.saved_at: list[tuple[int, int]] = []
-        """The numbers of recorded ops and of all ops before each counted save."""
-        self.effects: list[tuple[int, int, int]] = []
-        """Effects of ops beside new values: the op's number among `funcs`, from 1 on; the address of the storage written to, 0
-        for any other effect; and the old value, -1 if it is not known."""
+        self.held_bytes = 0  # bytes of the roots that only this recording holds
+        self.current: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # by address
+        self.lent: dict[int, tuple[weakref.ref[torch.UntypedStorage]]] = {}  # not in `current`: their owner may change them
+        self.lineage = GrowingLineage()  # the ops and values in numbers, as of the last `sync`
+        self.saved: list[int] = []  # the value of each counted save
+        self.saved_at: list[tuple[int, int]] = []  # the numbers of recorded ops and of all ops before each counted save
+        self.effects: list[tuple[int, int, int]] = []  # number in `funcs`, from 1; storage written to, or 0; old value, or -1
         self.modules: dict[int, str] = {}
 
     def sync(self) -> None:
@@ -293,7 +259,6 @@ class Recording:
         return self.find(tensor.untyped_storage()) is not None
 
     def value_of(self, tensor: Tensor) -> int:
-        """Return the current value of a tensor's storage: a new root if it was never seen."""
         storage = tensor.untyped_storage()
         value = self.find(storage)
         return self.add_root(tensor, storage, is_inside=False) if value is None else value
@@ -308,12 +273,9 @@ class Recording:
         is_hidden: bool = False,
         number: int = -1,
     ) -> int:
-        """Return a new value for the current contents of a tensor's storage, which no recorded op makes.
-
-        `is_inside`: the forward made it, so nothing else may hold it. `is_written`: its version counter is about to be raised.
-        `is_hidden`: writes may not raise the counter. `number`: a number known ahead and unused. It raises RuntimeError if the
-        storage is no range of bytes, so that its readers can't run again.
-        """
+        """Return a new value for the current contents of a storage, which no recorded op makes; RuntimeError if these are no
+        range of bytes. It `is_inside` if the forward made it, so that nothing else may hold it; `is_written` if its version
+        counter is about to be raised; `is_hidden` if writes may not raise that. `number` is known ahead and unused."""
         if not is_range_of_bytes(tensor):
             raise RuntimeError("what is no range of bytes is no value")
         value = number
@@ -382,7 +344,11 @@ class Recording:
                 return False
             self._copy_root(root, tensor)
             return True
-        root.alias = alias_in_dispatch(tensor) if is_in_dispatch else tensor.detach()
+        if is_in_dispatch:  # below autograd, where an alias would count its own writes
+            with sharing_counters(), torch_private.without_python_dispatch(), torch.no_grad():
+                root.alias = tensor.detach()
+        else:
+            root.alias = tensor.detach()
         if root.is_inside and counts:
             self.held_bytes += root.num_bytes
         return True
@@ -446,10 +412,8 @@ class Recording:
         if self.anchors is not None and value in self.retained:
             self.anchors.copy(value)
         root = self.roots.get(value)
-        if root is None:
-            return
-        if root.lent is not None:
-            return  # its owner handles writes
+        if root is None or root.lent is not None:
+            return  # the owner of a lent one handles writes
         if root.alias is None and not (value in self.retained and self.hold(value, is_in_dispatch=True)):
             root.is_lost = True
             return
@@ -505,7 +469,6 @@ class Recording:
         return found, {place: start.elapsed_s(end) for place, start, end in self.call_times}
 
     def times_alone(self) -> Recording:
-        """Return a recording with the times of this one and none of its values."""
         self.sync()
         recording = Recording(self.device, is_timed=True)
         recording.lineage, recording.times, recording.call_times = self.lineage, self.times, self.call_times
@@ -545,7 +508,6 @@ def step_of(
 
 
 def names_of(recording: Recording, values: Iterable[int]) -> dict[int, tuple[str, str]]:
-    """Return the op and the module of each value that an op made."""
     recording.sync()
     maker, calls, modules = recording.lineage.maker, recording.calls, recording.modules
     made = ((value, maker[value]) for value in values if maker[value] != NO_OP)

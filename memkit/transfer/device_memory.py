@@ -14,12 +14,10 @@ from memkit.errors import note_on
 
 
 class MemoryHolder(Protocol):
-    holder: str
-    """Its name for users: "LayerOffload's slots"."""
+    holder: str  # its name for users: "LayerOffload's slots"
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of device memory that it has now."""
+    def num_bytes(self) -> int: ...
 
 
 class DeviceMemory:

@@ -11,9 +11,10 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 from torch import Tensor
@@ -25,10 +26,8 @@ from memkit.device.base import Device, Event
 from memkit.errors import DiskError, warn_user
 from memkit.transfer.host_memory import Gaps, Range, Span
 
-BLOCK_BYTES = 8 * 2**20
-"""The most to read or write at once: large enough for full speed, small enough that several threads share one chunk."""
-_MOST_BUFFERS = 512
-"""Half of what Linux takes at once."""
+BLOCK_BYTES = 8 * 2**20  # the most to read or write at once: enough for full speed, and threads share one chunk
+_MOST_BUFFERS = 512  # half of what Linux takes at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,8 +35,7 @@ class DiskBlock:
     offset: int
     buffers: tuple[memoryview, ...]
     num_bytes: int
-    is_aligned: bool
-    """Whether each buffer begins at a page's multiple and is of whole pages, so that the disk may fill it itself."""
+    is_aligned: bool  # whether each buffer is whole pages from a page's multiple on, so that the disk may fill it itself
 
 
 def cut_in_blocks(ranges: Sequence[Range], pieces: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES) -> list[DiskBlock]:
@@ -69,8 +67,7 @@ def _block(offset: int, memories: list[tuple[int, memoryview]], num_bytes: int) 
     return DiskBlock(offset=offset, buffers=tuple(part for _, part in taken), num_bytes=num_bytes, is_aligned=is_aligned)
 
 
-_MOST_TRIES = 8
-"""A disk may move less than a page this often in a row before that is an error."""
+_MOST_TRIES = 8  # a disk may move less than a page this often in a row before that is an error
 _MODE = 0o600
 
 
@@ -80,8 +77,7 @@ class DiskFile:
     def __init__(self, directory: Path, num_bytes: int) -> None:
         self._local = threading.local()
         self.directory, self.num_bytes = directory, num_bytes
-        self.is_direct = False
-        """Whether bytes go between the disk and memory without the system's cache."""
+        self.is_direct = False  # whether bytes go between the disk and memory without the system's cache
         self.refusal: str | None = None
         self._handle = -1
         try:
@@ -174,7 +170,8 @@ class DiskFile:
     def move(self, block: DiskBlock, *, is_read: bool) -> None:
         is_straight = block.is_aligned or not self.is_direct
         buffers = block.buffers if is_straight else (self._buffer(block.num_bytes),)
-        pairs = [] if is_straight else [*_paired(block.buffers, buffers[0])]
+        placed = zip(block.buffers, accumulate(map(len, block.buffers), initial=0), strict=False)
+        pairs = [] if is_straight else [(memory, buffers[0][at : at + len(memory)]) for memory, at in placed]
         for memory, part in () if is_read else pairs:
             part[:] = memory
         self._move_all(self._read_some if is_read else self._write_some, buffers, block.offset)
@@ -200,12 +197,6 @@ class DiskFile:
             if num_tries == _MOST_TRIES:
                 raise OSError(errno.EIO, f"only {done} of {num_bytes} bytes were moved")
             done += moved
-
-
-def _paired(memories: Sequence[memoryview], buffer: memoryview) -> Iterator[tuple[memoryview, memoryview]]:
-    for memory in memories:
-        yield memory, buffer[: len(memory)]
-        buffer = buffer[len(memory) :]
 
 
 def _behind(buffers: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
@@ -255,8 +246,7 @@ class DiskTransfer:
         is_read: bool,
     ) -> None:
         self.what, self.blocks, self.move, self.is_read = what, blocks, move, is_read
-        self.error: BaseException | None = None
-        """The error of the first block that failed. Blocks that had not begun then are not moved."""
+        self.error: BaseException | None = None  # of the first block that failed; later blocks are not moved
         self._begin = begin
         self.is_beginning = False
         self._next = self._num_moving = 0
@@ -363,8 +353,7 @@ class DiskQueue:
 class DiskCopy:
     def __init__(self, name: str, num_bytes: int) -> None:
         self.name, self.num_bytes = name, num_bytes
-        self.places: tuple[tuple[Range, ...], tuple[Range, ...]] = (), ()
-        """The file ranges of the last write that has ended well, and of the write under way; empty for none."""
+        self.places: tuple[tuple[Range, ...], tuple[Range, ...]] = (), ()  # in the file: of the last whole write, and under way
         self.transfer: DiskTransfer | None = None
 
     @property

@@ -7,7 +7,6 @@ nothing but the device, and the device for nothing but recorded events.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import mmap
@@ -38,7 +37,6 @@ from memkit.errors import HostMemoryError
 # Linux's MAP_NORESERVE, MADV_HUGEPAGE and MADV_WIPEONFORK: else a fork copies pinned memory at once, not only when a process
 # writes to it, which costs each worker of a data loader seconds and gigabytes. With it the child finds zeros.
 _MAP_NORESERVE, _ADVICE = (0x4000, (14, 18)) if sys.platform == "linux" else (0, ())
-
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
@@ -63,7 +61,7 @@ class Addresses:
                 if num_bytes < HOST_PAGE_BYTES:
                     raise HostMemoryError(f"the system gives no addresses for host memory: {error}") from error
         for advice in _ADVICE:
-            with contextlib.suppress(OSError):  # the kernel may be too old, or built without
+            with suppress(OSError):  # the kernel may be too old, or built without
                 self._map.madvise(advice)
         self._skipped = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % HOST_PAGE_BYTES
         self.num_bytes = num_bytes
@@ -133,7 +131,7 @@ def container_room_bytes() -> int | None:
             continue
         own = root / path.lstrip("/")
         for group in (own, *own.parents):  # each group above may set a limit; a container may see its own as the root
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            with suppress(OSError, ValueError):  # no such file, or "max"
                 limit_bytes, used_bytes = (int((group / name).read_text()) for name in names)
                 cached_bytes = sum(int(stat.split()[1]) for stat in _lines(group / "memory.stat") if stat.startswith(cache))
                 rooms.append(limit_bytes - used_bytes + cached_bytes)
@@ -167,10 +165,8 @@ class Span:
     pieces: tuple[Tensor, ...]
     free_events: tuple[Event, ...]
     ranges: tuple[Range, ...]
-    whole: Any
-    """All its bytes as one tensor, also across such edges: for the host. None if it is scattered."""
-    staging: Staging | None
-    """`Lanes` copies an unpinned span through it; None if the span is pinned."""
+    whole: Any  # all its bytes as one tensor, also across such edges: for the host. None if it is scattered
+    staging: Staging | None  # `Lanes` copies an unpinned span through it; None if the span is pinned
 
     def part(self, start: int, end: int) -> Span:
         """Return some bytes of a span that was pinned as one, as a span. Only the whole is given back."""
@@ -316,8 +312,7 @@ def shares(num_bytes: int) -> list[int]:
     return [min(share, num_bytes - start) for start in range(0, num_bytes, share)]
 
 
-CHUNK_BYTES = 16 * 2**20
-"""Size of a buffer: one is filled while another is on its way, and far fewer bytes reach the link's full speed."""
+CHUNK_BYTES = 16 * 2**20  # a buffer: one is filled while another is on its way, and fewer bytes reach full speed
 NUM_BUFFERS = 4
 
 
@@ -475,10 +470,8 @@ def describe_refusal(num_bytes: int, chunk_bytes: int, reason: str, *, has_buffe
     )
 
 
-LOOSE_BYTES = 2**30
-"""Up to here an arena grows rather than cut a span into more pieces; above, it does so within `_SLACK`."""
+LOOSE_BYTES = 2**30  # up to here an arena grows rather than cut a span into more pieces; above, it does so within `_SLACK`
 _SLACK = 1.05
-
 _Taken = TypeVar("_Taken")
 _Args = ParamSpec("_Args")
 
@@ -525,12 +518,10 @@ class Arena:
         self._committed = PinnedSegments(device)
         self._segments = self._committed.all
         self._gaps = Gaps()
-        self._last_uses: deque[tuple[Range, Event]] = deque()
-        """Freed ranges whose last use is not reached, oldest first; also once they are taken again."""
+        self._last_uses: deque[tuple[Range, Event]] = deque()  # freed ranges still in use, oldest first, taken again or not
         self._spans: dict[int, Span] = {}
         self.in_use_bytes = 0
-        self._broken_at: int | None = None
-        """How many spans were taken before the call that was broken off: see [Note: interrupted arena]."""
+        self._broken_at: int | None = None  # spans taken before the call that was broken off: see [Note: interrupted arena]
         self._must_pin = must_pin
         self._staging: Staging | None = None
         self._buffer_spans: list[Span] = []
@@ -593,7 +584,7 @@ class Arena:
             self._staging = None
             raise
         chunk_bytes = min(rounded(max(span.num_bytes for span in self._spans.values()), ALIGNMENT_BYTES), CHUNK_BYTES)
-        with contextlib.suppress(HostMemoryError):
+        with suppress(HostMemoryError):
             self._buffer_spans = self._take_apart([chunk_bytes] * NUM_BUFFERS, is_buffer=True)
         staging.add_buffers([buffer.pieces[0] for buffer in self._buffer_spans])
         self.refusal = describe_refusal(num_bytes, chunk_bytes, reason, has_buffers=bool(self._buffer_spans))
@@ -646,7 +637,7 @@ class Arena:
     @_mended
     def reserve(self, num_bytes: int) -> None:
         """Begin to commit memory in the background up to so many bytes in all; `take` raises what has failed."""
-        with contextlib.suppress(HostMemoryError):
+        with suppress(HostMemoryError):
             if self.limit_bytes is not None:
                 num_bytes = min(num_bytes, self.limit_bytes // HOST_PAGE_BYTES * HOST_PAGE_BYTES)
             self._commit(shares(num_bytes - self.held_bytes))

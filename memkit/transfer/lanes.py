@@ -95,8 +95,7 @@ class Transfer:
 
 class Prefetcher(Protocol):
     @property
-    def is_active(self) -> bool:
-        """Whether it may have something to fetch."""
+    def is_active(self) -> bool: ...
 
     def bring_until(self, use_order: int) -> bool:
         """Put on the lane what the backward needs sooner than the use `use_order`; tell whether all of it is on its way."""
@@ -126,8 +125,7 @@ class Lanes:
         self.back = device.new_stream("H2D")
         self.out_by_turns = self.out, device.new_stream("D2H, by turns")
         self.back_by_turns = self.back, device.new_stream("H2D, by turns")
-        self.next_use: Callable[[], int] = itertools.count(1).__next__
-        """Returns the next number of the counter: see [Note: one queue for all]."""
+        self.next_use: Callable[[], int] = itertools.count(1).__next__  # counts uses: see [Note: one queue for all]
         self.prefetchers = weakref.WeakSet[Prefetcher]()
 
     def join(self, prefetcher: Prefetcher) -> None:
@@ -198,10 +196,8 @@ class Lanes:
         for event in after:
             device.wait_event(lane, event)
         for piece, part in zip(span.pieces, parts, strict=True):
-            if is_out:
-                device.copy(piece, part, lane)
-            else:
-                device.copy(part, piece, lane)
+            destination, source = (piece, part) if is_out else (part, piece)
+            device.copy(destination, source, lane)
         return device.record_event(lane, timed=False)
 
     def copy_back_by_turns(self, pieces: Sequence[Tensor], parts: Sequence[Tensor], *, after: Iterable[Event]) -> Event:

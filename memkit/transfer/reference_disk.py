@@ -12,11 +12,8 @@ from memkit.core.sizes import check_budget_bytes
 from memkit.transfer.disk import Disk, DiskFile, DiskQueue, DiskTransfer
 from memkit.transfer.host_memory import Range
 
-POISON = 0xCB
-"""The content of memory until a read has landed in it, and of free places in the file."""
-
-Fault = Callable[[str, int, int], int]
-"""Called with a kind of request, its offset and bytes: returns how many of these to move, or raises an `OSError`."""
+POISON = 0xCB  # the content of memory until a read has landed in it, and of free places in the file
+Fault = Callable[[str, int, int], int]  # kind of request, offset, bytes -> how many to move; may raise an `OSError`
 
 
 class ReferenceDisk(Disk):

@@ -41,8 +41,7 @@ class OffloadOptions:
     device: Device | None
 
 
-_MANY_SAVES, _MOST = 9, 0.75
-"""No operator saves so many tensors by itself, and no more than this share of all should be saved at once."""
+_MANY_SAVES, _MOST = 9, 0.75  # no operator saves so many tensors, and no more than this share should be saved at once
 
 
 class MovingStage(Stage):
@@ -64,8 +63,7 @@ class MovingStage(Stage):
         self._capture: Capture | None = None if paused.are_any() else Capture()
         self._saves: ScheduledSaves | None = None
         self._scheduled: ScheduledForward | None = None
-        self._may_follow = True
-        """The next save may begin or leave a schedule."""
+        self._may_follow = True  # the next save may begin or leave a schedule
         self._left: Trace | None = None
         self._saw_device = False
         self._is_alone = True
@@ -74,8 +72,7 @@ class MovingStage(Stage):
         """By storage, bytes of tensors too small to move, until a larger one is found."""
         self._may_be_compiled = dynamo_is_loaded()
         self.is_idle = False
-        self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)
-        """Where something may be compiled: bytes of each movable tensor, by the node that saved it."""
+        self._saves_of_nodes: defaultdict[int, list[int]] = defaultdict(list)  # bytes, where something may be compiled
 
     @property
     def _asked(self) -> tuple[Hashable, ...]:
@@ -431,7 +428,7 @@ def is_free(window: OffloadWindow) -> bool:
         if record.num_handles and not (record.owner is not None and record.owner.is_spent):
             return False
     while ledger.backlog:  # it was copied, and stays on the host
-        ledger.release_oldest()
+        ledger.release(ledger.backlog[0])
     return True
 
 
@@ -520,7 +517,6 @@ class RatioDecider(RatioSoFar):
     def learn(
         self, order: tuple[int, ...], working_bytes: tuple[int, ...], requests: tuple[tuple[int, ...], ...], *, is_whole: bool
     ) -> None:
-        """Learn from a backward. Its order is incomplete if values are left to request (not `is_whole`)."""
         trace = self._whole
         if trace is None:
             return

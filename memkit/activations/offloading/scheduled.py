@@ -51,21 +51,18 @@ class ScheduledSave:
     """A save of any size. `before` is the value, moved as well, that the same storage was saved as before; else `NO_VALUE`."""
 
     place: int
-    num_dims: int | None
-    """None for a tensor that is not told from others."""
+    num_dims: int | None  # None for a tensor that is not told from others
     dtype: torch.dtype | None
     value: int
     is_written: bool
     num_values: int
     before: int
     is_seen: bool
-    small_bytes: int
-    """If it has no value: the bytes that it had, which may have been too few to move."""
+    small_bytes: int  # if it has no value: the bytes that it had, which may have been too few to move
     is_moved: bool
     is_rest: bool
     is_first: bool
-    stays: bool
-    """Nothing is done with it, even at its request; other actions may be due with the save."""
+    stays: bool  # nothing is done with it, even at its request; other actions may be due with the save
     num_sent: int
     num_released: int
     nothing: Tensor | None
@@ -83,8 +80,7 @@ class Sized:
         self.placed: dict[object, PlacedCopies] = {}
         # the figures that a forward adds to `Counts` if it goes to its end
         self.unique_bytes = self.kept_bytes = self.window_bytes = 0
-        self.host_bytes = 0, 0
-        """Its bytes in the arena, in one span for requested values and one for the rest; 0 for none."""
+        self.host_bytes = 0, 0  # its bytes in the arena, in one span for requested values and one for the rest; 0 for none
 
     def off_by(self, ratio: float) -> float:
         return abs(1 - self.kept_bytes / max(self.unique_bytes, 1) - ratio)
@@ -119,11 +115,9 @@ class Schedule:
     ) -> None:
         copies = self.copies = parts[0]
         self.parts, self.num_values = parts, num_values
-        self.min_bytes = min_bytes
-        """Values of other sizes move if they have as many bytes; None if forwards of other sizes do not follow it."""
+        self.min_bytes = min_bytes  # values of other sizes with as many bytes move; None if none follow
         self._leaving, self._held, self._window_bytes = leaving, held, window_bytes
-        self.rest = leaving.difference(*requests)
-        """Moved values that no backward asks for: they may outlive the backwards."""
+        self.rest = leaving.difference(*requests)  # moved values that no backward asks for: they may outlive the backwards
         self.saves = self._saves(seen, leaving, device.torch_device)
         self.num_requests = [[0] * num_values for _ in parts]
         for counted, asking in zip(self.num_requests, requests, strict=True):
@@ -132,15 +126,12 @@ class Schedule:
         num_handles = Counter(save.value for save in self.saves)
         self.is_alone = [
             num_handles[value] == 1 and max(counted[value] for counted in self.num_requests) == 1 for value in range(num_values)
-        ]
-        """Whether one request covers all uses of a value."""
+        ]  # whether one request covers all uses of a value
         self.batch_of = {value: number for number, batch in enumerate(copies.out) for value in batch}
         self._placed_values = [
             [value for value in self.batch_of if (value in self.rest) is is_rest] for is_rest in (False, True)
-        ]
-        """In the order of their batches, those with each span."""
-        self.behind = [self._behind(part.back) for part in parts]
-        """For each fetched batch of each backward, the last moved batch with one of its values."""
+        ]  # in the order of their batches, those with each span
+        self.behind = [self._behind(part.back) for part in parts]  # by fetched batch: the last moved batch of its values
         self.takes_turns = self.takes_turns_back = False
         self._num_looks = 0
         self.sizes: list[Sized] = []
@@ -400,8 +391,7 @@ def wait_for(batch: CopyBatch) -> None:
 
 
 _NO_BACKWARD = -1
-_MOST_OFF = 0.05
-"""The share of bytes that leaves may differ by so much from the ratio, or by as much as at the size that was planned."""
+_MOST_OFF = 0.05  # the share of bytes that leaves may differ by so much from the ratio, or as at the planned size
 _NO_CONTEXT = nullcontext()
 
 
@@ -447,8 +437,7 @@ class ScheduledForward:
         self.window, self.lock = window, window.lock
         self.device = device = window.device
         self.sized = sized
-        self.is_new = len(sized.shapes) < len(schedule.saves)
-        """No forward of this size was seen before: its sizes are read as they come."""
+        self.is_new = len(sized.shapes) < len(schedule.saves)  # its sizes are read as they come: no forward had them
         if any(spans):
             self.placement = schedule.place(sized, spans, device, window.lanes)
         else:
@@ -456,23 +445,19 @@ class ScheduledForward:
         self.out: list[CopyBatch] = self.placement.out
         self.is_broken = False
         self.is_forward = True
-        self.life: Callable[[], Life | None] = lambda: None
-        """Returns the object that handles of requested values hold, while any lives or may be made."""
+        self.life: Callable[[], Life | None] = lambda: None  # what handles of requested values hold, while any may be
         self.rest: Callable[[], Life | None] = lambda: None
         self.saves: Callable[[], ScheduledSaves | None] = lambda: None
         self.was_stopped = False
         self.num_saves = 0
-        self.began_at = 0
-        """The number of its first saves that another schedule, which begins alike, has handled."""
+        self.began_at = 0  # the number of its first saves that another schedule, which begins alike, has handled
         self.tried: tuple[Trace, ...] = (trace,)
         self.num_sent = self.num_released = 0
         num_values = schedule.num_values
-        self.held: list[torch.UntypedStorage | None] = [None] * num_values
-        """For each value, its storage on the device, saved or fetched, while held."""
+        self.held: list[torch.UntypedStorage | None] = [None] * num_values  # by value: saved or fetched, on the device
         self.originals: list[Any] = [None] * num_values
         self.counters: list[Any] = [None] * num_values
-        self.use_orders: list[int] | None = None
-        """For each value, when in the forward it was saved; None if no others fetch by the lanes."""
+        self.use_orders: list[int] | None = None  # by value: when it was saved; None if no others fetch by the lanes
         if window.lanes.are_shared(window):
             self.use_orders = [0] * num_values
         self.nodes: dict[int, int] = {}
@@ -488,11 +473,9 @@ class ScheduledForward:
         self.task = _NO_BACKWARD
         self._num_backwards = 0
         self._requested_spans, self._rest_spans = list(filter(None, spans[:1])), list(filter(None, spans[1:]))
-        self._lent: dict[int, list[KeptHandle]] = {}
-        """For values with further requests, the tensors handed out over the fetched storage."""
+        self._lent: dict[int, list[KeptHandle]] = {}  # for values with further requests: tensors handed out
         self.on_end: Callable[[], None] | None = None
-        self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()
-        """Storages held only for a copy, which may be under way."""
+        self._leaving: deque[tuple[torch.UntypedStorage, CopyBatch]] = deque()  # held only for a copy under way
 
     # The forward
 

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from memkit.activations.offloading.scheduled import ScheduledForward
 
 
-_PASSED_OVER = 8
-"""A fetched record that so many others have overtaken is given back: the backward goes another way."""
+_PASSED_OVER = 8  # a fetched record that so many others have overtaken is given back: the backward goes another way
 
 
 class OffloadWindow:
@@ -190,7 +189,7 @@ class OffloadWindow:
     def make_room(self, forward: Forward) -> None:
         ledger, limit_bytes = self.ledger, self._limit_with(forward)
         while ledger.moving_bytes > limit_bytes and ledger.backlog:
-            ledger.release_oldest()
+            ledger.release(ledger.backlog[0])
 
     def live(self) -> list[Forward]:
         forwards = [forward for reference in self._forwards if (forward := reference()) is not None]

@@ -66,8 +66,7 @@ class Counts:
     num_ops: int = 0
     num_saved: int = 0
     saved_bytes: int = 0
-    opless_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes of saved values that no recorded op makes, by the reason for users."""
+    opless_bytes: dict[str, int] = field(default_factory=dict)  # saved values that no recorded op makes, by the reason why
     num_dropped: int = 0
     dropped_bytes: int = 0
     peak_bytes: int = 0

@@ -33,24 +33,16 @@ if TYPE_CHECKING:
 
 
 class SavedResidency(Enum):
-    DEVICE = "device"
-    """On the device only, held by the handles."""
-    LEAVING = "leaving"
-    """On the device, held by the ledger; a copy to the host is under way or done."""
-    HOST = "host"
-    """In host memory; the ledger has let go of the device's storage, though the caller may still hold it."""
-    COMING = "coming"
-    """In host memory; a copy to the device is under way or done, held by the ledger for the backward."""
-    BACK = "back"
-    """On the device in a later copy, held by its receivers, and by the ledger while other handles wait for theirs."""
-    DROPPED = "dropped"
-    """Nowhere: its maker can recompute it."""
-    GONE = "gone"
-    """Nowhere: the last handle has died."""
+    DEVICE = "device"  # on the device only, held by the handles
+    LEAVING = "leaving"  # on the device, held by the ledger; a copy to the host is under way or done
+    HOST = "host"  # in host memory; the ledger has let go of the device's storage, though the caller may still hold it
+    COMING = "coming"  # in host memory; a copy to the device is under way or done, held by the ledger for the backward
+    BACK = "back"  # on the device in a later copy, held by its receivers, and by the ledger while other handles wait for theirs
+    DROPPED = "dropped"  # nowhere: its maker can recompute it
+    GONE = "gone"  # nowhere: the last handle has died
 
 
 _NONE: list[KeptHandle] = []
-
 ON_DEVICE = frozenset({SavedResidency.DEVICE, SavedResidency.LEAVING, SavedResidency.COMING, SavedResidency.BACK})
 
 
@@ -79,8 +71,7 @@ class Handle(KeptHandle):
         self.unpacker = unpacker
         self.node = node
         self.geometry: Geometry | None = None
-        self.sources: Sequence[object] = ()
-        """Sources of its record, held for it if its maker cannot recompute them."""
+        self.sources: Sequence[object] = ()  # sources of its record, held for it if its maker cannot recompute them
         self.reference = HandleReference(self, record)
 
     def unpack(self) -> Tensor:
@@ -112,8 +103,7 @@ class HandleReference(weakref.ref[Handle]):
     __slots__ = ("is_awaiting", "is_counted", "record")
 
     record: Record
-    is_awaiting: bool
-    """The backward has not got this tensor yet, since the record was last fetched."""
+    is_awaiting: bool  # the backward has not got this tensor yet, since the record was last fetched
     is_counted: bool
 
     def __new__(cls, handle: Handle, record: Record) -> HandleReference:
@@ -138,23 +128,18 @@ class Record:
         self, ledger: Ledger, storage: torch.UntypedStorage, version: int, stream: Stream, owner: Forward | None, index: int
     ) -> None:
         self.ledger = ledger
-        self.owner = owner
-        """The forward that moves it, if any: kept alive while a graph may ask for the record."""
+        self.owner = owner  # the forward that moves it, if any: kept alive while a graph may ask for the record
         self.index = index
         self.counts = None if owner is None else owner.counts
-        self.maker: RecordedForward | None = None
-        """Kept alive as well; None if nothing can recompute it."""
+        self.maker: RecordedForward | None = None  # kept alive as well; None if nothing can recompute it
         self.value = -1
         self.num_bytes = storage.nbytes()
         self.version = version
-        self.use_order = 0
-        """When in the forward it was saved: see [Note: one queue for all] in `memkit.transfer.lanes`."""
-        self.stream = stream
-        """The stream that was current at the storage's first save: it has written the storage, and waits for the copy."""
+        self.use_order = 0  # when in the forward it was saved: see [Note: one queue for all] in `memkit.transfer.lanes`
+        self.stream = stream  # current at the storage's first save: it has written the storage, and waits for the copy
         self.residency = SavedResidency.GONE
         self.original = weakref.ref(storage)
-        self.storage: torch.UntypedStorage | None = None
-        """The ledger's own storage: the original while LEAVING, the later copy while COMING and perhaps while BACK."""
+        self.storage: torch.UntypedStorage | None = None  # the original while LEAVING, the later copy while COMING or BACK
         self.handles: list[HandleReference] = []
         self.num_handles = self.num_awaiting = 0
         self.span: Span | None = None
@@ -162,8 +147,7 @@ class Record:
         self.came: Transfer | None = None
         self.fetched: CopyReference | None = None
         self.fetched_on: Stream | None = None
-        self.lent: list[KeptHandle] = _NONE
-        """Handed-out tensors over the later copy, without their bytes: they tell of writes since."""
+        self.lent: list[KeptHandle] = _NONE  # tensors handed out over the later copy, without bytes: they tell of writes since
 
     def add_handle(self, tensor: Tensor, unpacker: Unpacker, node: int) -> Handle:
         handle = Handle(tensor, self, unpacker, node)
@@ -194,12 +178,10 @@ class Ledger:
         self.records = set[Record]()
         self.deaths: deque[HandleReference | CopyReference] = deque()
         self.note_death = self.deaths.append
-        self.backlog: deque[Record] = deque()
-        """LEAVING records in the order of their copies. Those whose handles have died wait here for the copy."""
+        self.backlog: deque[Record] = deque()  # LEAVING, in the order of their copies, also once their handles have died
         self.coming: dict[Record, None] = {}
         self._lanes = lanes
-        self.orphans: list[tuple[torch.UntypedStorage, Event, Stream]] = []
-        """Storages that only a copy needs, which may be under way, and the stream that they go back to."""
+        self.orphans: list[tuple[torch.UntypedStorage, Event, Stream]] = []  # held only for a copy; goes back to the stream
 
     @property
     def num_records(self) -> int:
@@ -247,9 +229,6 @@ class Ledger:
         _counts(record).moved_out.alone.append(record.left)
         self.enter(record, SavedResidency.LEAVING)
         self.backlog.append(record)
-
-    def release_oldest(self) -> None:
-        self.release(self.backlog[0])
 
     def release_dead(self, *, wait: bool) -> None:
         for record in [record for record in self.backlog if record.num_handles == 0]:
@@ -519,8 +498,7 @@ def _put_down(ledger: Ledger, record: Record) -> None:
         ledger.let_go(record)
 
 
-Contents = tuple[int, int, int]
-"""A key for a tensor's contents: the storage, the tensor that counts writes (one storage may have several), and their count."""
+Contents = tuple[int, int, int]  # of a tensor: its storage, the tensor that counts writes (not always the same), their count
 
 
 def contents_of(tensor: Tensor, storage: torch.UntypedStorage) -> Contents:
@@ -558,8 +536,7 @@ class Forward(NumberedSaves):
     def __init__(self, share: RatioDecider, counts: Counts) -> None:
         self.share = share
         super().__init__(counts)
-        self.is_broken = False
-        """An interrupt may have left it half noted: then it does and teaches nothing more."""
+        self.is_broken = False  # an interrupt may have left it half noted: then it does and teaches nothing more
         self.unwritten: list[tuple[Record, int]] = []
         self.forecast: Forecast | None = None
         self.known: dict[Contents, tuple[weakref.ref[Tensor], weakref.ref[Record]]] = {}
@@ -568,12 +545,9 @@ class Forward(NumberedSaves):
         self._places: dict[int, int] = {}
         self.requests: list[int] = []
         self.backwards: list[tuple[int, ...]] = []
-        self.is_spent = False
-        """No backward is likely to ask for more: no requested value is left."""
-        self.used: dict[int, int] = {}
-        """The values that this backward has requested, in order, and the bytes beside the records then."""
-        self.cursor = 0
-        """Before this place in the order of the backward, no record needs to be fetched any more."""
+        self.is_spent = False  # no backward is likely to ask for more: no requested value is left
+        self.used: dict[int, int] = {}  # values that this backward has requested, in order, and the bytes beside the records
+        self.cursor = 0  # before this place in the order of the backward, no record needs to be fetched any more
 
     # Forward
 

@@ -31,25 +31,20 @@ from memkit.profile import MemoryReport, SavedCategory
 from memkit.recording.module_calls import Aftermath, NotedCall, SpanCall, span_calls
 from memkit.recording.recording import Recording, names_of, step_of
 
-NO_VALUE = -1
-"""The number of a tensor that always stays: too small, a parameter, the caller's."""
+NO_VALUE = -1  # the number of a tensor that always stays: too small, a parameter, the caller's
 
 
 @dataclass(slots=True)
 class SeenSave:
-    shape: torch.Size | None
-    """None for a tensor that is not told from others: one of a class of its own, or without a shape."""
+    shape: torch.Size | None  # None for a tensor that is not told from others: one of a class of its own, or without a shape
     dtype: torch.dtype | None
     value: int
     geometry: Geometry | None
     num_bytes: int
-    is_written: bool
-    """The storage has been written when it is saved: see [Note: saved before it is written]."""
-    node: int
-    """The number of the saving node, from the first one on: equal for tensors saved at once."""
+    is_written: bool  # the storage has been written when it is saved: see [Note: saved before it is written]
+    node: int  # the number of the saving node, from the first one on: equal for tensors saved at once
     num_values: int
-    before: int
-    """The value that the same storage was saved as before, at the first save of this one; else `NO_VALUE`."""
+    before: int  # the value that the same storage was saved as before, at the first save of this one; else `NO_VALUE`
     seen_bytes: int
 
     def is_like(self, tensor: Tensor, *, of_any_size: bool = False) -> bool:
@@ -79,8 +74,7 @@ class OpTrace:
     num_seen: int = 1
     is_measured: bool = False
     has_order: bool = False
-    rewritten: frozenset[int] = frozenset()
-    """Roots that were written to before that backward had ended."""
+    rewritten: frozenset[int] = frozenset()  # roots that were written to before that backward had ended
     region_planner: RegionPlanner | None = None
     _planner: RematPlanner | None = None
     _regions: dict[tuple[int | None, int], Any] = field(default_factory=dict)
@@ -145,8 +139,7 @@ class OpTrace:
 MAX_TRACES = 16
 _MAX_STRANGERS = 8
 _MAX_AWAITED = 4
-STRANGER = -1
-"""The place of a save that a report has not foretold, and that is let pass."""
+STRANGER = -1  # the place of a save that a report has not foretold, and that is let pass
 
 
 class SaveKey(NamedTuple):
@@ -165,33 +158,20 @@ class Trace:
     keys: tuple[SaveKey, ...]
     funcs: Sequence[Any] = ()
     ops: OpTrace | None = None
-    held: set[int] = field(default_factory=set)
-    """Saves whose storage others keep alive: to move them frees nothing."""
-    order: tuple[int, ...] | None = None
-    """The backward's order of first requests; None until a whole backward was seen."""
-    working_bytes: tuple[int, ...] = ()
-    """For each place in that order, the other bytes on the device at that moment."""
-    requests: tuple[tuple[int, ...], ...] | None = None
-    """For each backward of a forward, the value of each request, perhaps again."""
-    seen: tuple[SeenSave, ...] | None = None
-    """All that the hooks were given, if known: later forwards may follow a schedule."""
-    noted: tuple[SeenSave, ...] = ()
-    """The same of its last forward that was decided save by save: no schedule is made for what came once."""
-    seen_under: object = None
-    """The arguments that `seen` depends on; None to look again."""
+    held: set[int] = field(default_factory=set)  # saves whose storage others keep alive: to move them frees nothing
+    order: tuple[int, ...] | None = None  # the backward's order of first requests; None until a whole backward was seen
+    working_bytes: tuple[int, ...] = ()  # for each place in that order, the other bytes on the device at that moment
+    requests: tuple[tuple[int, ...], ...] | None = None  # for each backward of a forward: the value of each request
+    seen: tuple[SeenSave, ...] | None = None  # all that the hooks were given, if known: later forwards may follow a schedule
+    noted: tuple[SeenSave, ...] = ()  # those of its last forward decided save by save: what came once gets no schedule
+    seen_under: object = None  # the arguments that `seen` depends on; None to look again
     schedule: tuple[object, Any] | None = None
-    num_awaited: int | None = None
-    """How many more forwards follow no schedule, so that it is seen whole, once one left another's schedule for it."""
-    was_come_to: bool = False
-    """A forward has come to it so, and its backward was not seen as one of its own."""
-    is_report: bool = False
-    """Made from a report, which does not know all that a context sees (large buffers, frozen casts): strangers are let pass."""
-    learned: Any = None
-    """Facts for the room that has planned such steps: they are no part of the sequence."""
-    is_worth_a_plan: bool = True
-    """It may come again: a model that takes another path each time is not planned each time."""
-    others_bytes: Sequence[int] = ()
-    """Bytes of its saves at a size of which its first saves are another share, as with two lengths: some of all saves leave."""
+    num_awaited: int | None = None  # forwards to see whole, with no schedule, once one left another's schedule for it
+    was_come_to: bool = False  # a forward has come to it so, and its backward was not seen as one of its own
+    is_report: bool = False  # from a report, which does not know all saves (large buffers, frozen casts): strangers pass
+    learned: Any = None  # facts for the room that has planned such steps: they are no part of the sequence
+    is_worth_a_plan: bool = True  # it may come again: a model that takes another path each time is not planned each time
+    others_bytes: Sequence[int] = ()  # its saves at a size with other proportions (two lengths): some of all leave
     _plan: tuple[tuple[object, ...], Plan] | None = None
 
     def await_whole(self) -> None:
@@ -229,12 +209,9 @@ class Trace:
     def forecast(self, plan: Plan | None, limit_bytes: int) -> Forecast | None:
         if self.order is None or not self.working_bytes:
             return None
-        return Forecast(
-            [self.keys[index].num_bytes for index in self.order],
-            self.working_bytes,
-            [plan is not None and plan.saves[index].action is Action.KEEP for index in self.order],
-            limit_bytes=limit_bytes,
-        )
+        sizes_bytes = [self.keys[index].num_bytes for index in self.order]
+        stays = [plan is not None and plan.saves[index].action is Action.KEEP for index in self.order]
+        return Forecast(sizes_bytes, self.working_bytes, stays, limit_bytes=limit_bytes)
 
 
 def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
@@ -256,8 +233,7 @@ def trace_of(report: MemoryReport, min_bytes: int) -> Trace:
 class Traces:
     def __init__(self) -> None:
         self._known: list[Trace] = []
-        self._after: dict[tuple[Trace | None, Trace], Trace] = {}
-        """For each two in a row, the one that came next the last time; and the same for each alone, behind None."""
+        self._after: dict[tuple[Trace | None, Trace], Trace] = {}  # by the last two, or None and the last: what came next
         self._before: Trace | None = None
 
     def __len__(self) -> int:
@@ -398,10 +374,8 @@ class Capture:
         self.saves: list[SeenSave] = []
         self._first_node = 0
         self._numbers = set[int]()
-        self._values: dict[int, tuple[int, Any]] = {}
-        """By address, the last value of a saved storage, and a weak reference to the storage."""
-        self.is_whole = True
-        """All movable tensors were noted, and can be told from others."""
+        self._values: dict[int, tuple[int, Any]] = {}  # by address, the last value of a saved storage, and the storage
+        self.is_whole = True  # all movable tensors were noted, and can be told from others
 
     def note(self, tensor: Tensor, packed: KeptHandle, num_values: int, seen_bytes: int) -> None:
         kind = type(packed)

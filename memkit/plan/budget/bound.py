@@ -19,7 +19,6 @@ from memkit.plan.step import NO_OP
 
 _MIB = 2**20
 _TOLERANCE = 1e-6
-
 Row = dict[int, float]
 
 
@@ -64,8 +63,7 @@ class _Program:
         self.costs: list[float] = []
         self.rows: list[tuple[Row, float]] = []
         self.equal: list[tuple[Row, float]] = []
-        needs = {held.value: held.use for held in problem.values if not held.is_anchor}
-        """Of each value the first slot at which anything that is made from it may be asked for."""
+        needs = {held.value: held.use for held in problem.values if not held.is_anchor}  # for it, or what is made from it
         for op in range(len(problem.lineage.ins) - 1, -1, -1):
             made = problem.lineage.outs[op]
             soonest = min((needs.get(value, problem.num_slots) for value in made), default=problem.num_slots)

@@ -146,18 +146,14 @@ class Search:
 
     def _force_out(self, actions: Sequence[Action]) -> Simulated | None:
         """Move values at the worst slot too, though compute has to wait for the copies; None if the step still doesn't fit."""
-        values, current, turn = self.problem.values, list(actions), self.problem.num_forward_points
+        values, current, last = self.problem.values, list(actions), self.problem.points[self.problem.num_forward_points - 1]
         for _ in range(_MOST_STALE * 4):
             found = self.simulate(current)
             worst = found.worst_slot
             staying = sorted(
                 (held.saved, index)
                 for index, held in enumerate(values)
-                if current[index] is _KEEP
-                and self.can_leave[index]
-                and held.released <= worst
-                and (held.use > worst)
-                and held.saved < self.problem.points[turn - 1]
+                if current[index] is _KEEP and self.can_leave[index] and held.released <= worst < held.use and held.saved < last
             )
             if not found.over_bytes or not staying:
                 break
@@ -267,7 +263,6 @@ def refill_link(search: Search, found: Simulated) -> Simulated:
 
 
 def change_single_actions(search: Search, found: Simulated) -> None:
-    """Change single actions, and pairs, as long as that helps."""
     problem, values = search.problem, search.problem.values
     while not search.is_spent:
         actions = found.actions
