@@ -88,20 +88,20 @@ def test_layering_check_can_fail() -> None:
 
 MOST_LINES = {
     "": 475,
-    "activations": 11868,
-    "cli": 1152,
-    "core": 2765,
-    "device": 1347,
-    "distributed": 690,
+    "activations": 11791,
+    "cli": 1121,
+    "core": 2715,
+    "device": 1312,
+    "distributed": 669,
     "integrations": 801,
     "optimizers": 489,
     "page": 538,
-    "plan": 6406,
-    "profile": 5172,
-    "recording": 2339,
-    "states": 5865,
-    "transfer": 1982,
-    "weights": 4689,
+    "plan": 6333,
+    "profile": 5086,
+    "recording": 2199,
+    "states": 5688,
+    "transfer": 1953,
+    "weights": 4539,
 }
 """The lines that each room may have, "" for the modules beside the rooms: raised only by a commit that says what for."""
 
