@@ -7,6 +7,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -101,10 +102,10 @@ it."""
 _MOST_PLANS = 8
 
 
-def _held(context: Context) -> dict[str, object]:
+def _held(context: Context) -> dict[str, Any]:
     """Return counts that may not grow with the number of steps."""
     gc.collect()
-    figures: dict[str, object] = {"live": context.num_live}
+    figures: dict[str, Any] = {"live": context.num_live}
     for name in ("ledger_peak_bytes", "host_held_bytes", "num_pins"):
         figures[name] = getattr(memkit.stats(context.tag), name)
     gc.collect()
@@ -128,7 +129,9 @@ def test_thirty_steps(name: str, context: Context) -> None:
         if count == 8:  # by then there are copies to all places that are used
             before = _held(context)
 
-    assert _held(context) == before
+    after = _held(context)
+    assert after.pop("ledger_peak_bytes") <= before.pop("ledger_peak_bytes")  # a budget learns to take less
+    assert after == before
     assert before["live"] == 0
     assert (memkit.stats(context.tag).num_plans or 0) <= _MOST_PLANS
     assert context.num_acts > 0 or name == "two_shapes"  # of which the last may just fit

@@ -333,7 +333,8 @@ def test_call_whose_weights_are_written_later_is_none(
 def test_neighbours_that_a_sequential_calls_in_turn_are_spans(
     kind: type[nn.Sequential], spans: list[str], device: Device, remat_on: Remat
 ) -> None:
-    model, x = kind(nn.Tanh(), nn.Sigmoid(), nn.Tanh(), nn.Sigmoid()), torch.randn(8, 32, requires_grad=True)
+    model = kind(nn.Tanh(), nn.Sigmoid(), nn.Tanh(), nn.Sigmoid())
+    x = torch.randn(8, 32, device=device.torch_device, requires_grad=True)
     for _ in range(2):
         with remat_on(0.4, "spans", min_bytes=1):
             model(x).sum()
