@@ -124,6 +124,8 @@ class Meter:
         self._alive.clear()
         self.num_forward_ops = place
         self._note_beside()
+        if self._counter is not None:
+            self._counter.reset_peak()  # what was let go behind the last op counts once
         self._begun = self._device.record_begin()
 
     def _is_released(self, value: int, storage: torch.UntypedStorage) -> bool:
