@@ -163,12 +163,13 @@ LIKE_OTHERS = ("several (1, 2, 0)", "several (2, 1, 0)", "interleaved", "partial
 )
 def test_orders(name: str, training: Training) -> None:
     torch.manual_seed(7)
-    plain = ORDERS[name](training.plain())
+    plain, num_acts = ORDERS[name](training.plain()), 0
 
     for _ in range(3):
         torch.manual_seed(7)
         assert_same_bits(ORDERS[name](training.tested()), plain)
-        assert training.num_acts() > 0
+        num_acts += training.num_acts()
+    assert num_acts > 0  # the last forward alone may have nothing to gain
 
 
 TRAININGS: dict[str, dict[str, Any]] = {
