@@ -75,7 +75,7 @@ _UNPLANNED, _AMPLE = 0.9, 0.5
 context come on top. Above the second fraction of what saved values may take, ended calls of modules are dropped."""
 _OF_COMPILED = 0.97
 """Compiled blocks are compiled for steps that take this fraction of the budget."""
-_MOST_FITTING = 8
+_MOST_FITTING = 8  # sizes that are known to keep to the budget by themselves
 _OF_LOSS = 9
 """Bytes left free behind the first forward for each byte that the module returns: a float32 cross-entropy over bfloat16 logits
 has float32 copies of these, their log-softmax, and all gradients."""
@@ -83,6 +83,7 @@ has float32 copies of these, their log-softmax, and all gradients."""
 
 class BudgetStage(RecordingStage):
     _state: BudgetState
+    _ample = _AMPLE
 
     def __init__(self, state: BudgetState, options: RematOptions, limits: Limits) -> None:
         self._limits = limits
@@ -109,10 +110,6 @@ class BudgetStage(RecordingStage):
     @property
     def _needs_calls(self) -> bool:
         return self._limits.plan is None and not self._planned_decider.follows_plan
-
-    @property
-    def _ample(self) -> float:
-        return _AMPLE
 
     def begin(self) -> None:
         if self.is_recording:
@@ -453,9 +450,8 @@ class BudgetStage(RecordingStage):
             opened.planned = planned
             self.counts.follows_plan = planned is not None
             state, trace = self._state, decider.follower.trace
-            is_of_other = (
-                state.judged is not None and len(forward.saves) == 1
-            )  # its peak says nothing about the plan from which it deviated
+            # its peak says nothing about the plan from which it deviated
+            is_of_other = state.judged is not None and len(forward.saves) == 1
             state.judged = (trace, planned) if is_of_other and trace is not None and planned is not None else None
 
     def _end_recorded(self, *, learn: bool) -> None:

@@ -37,7 +37,7 @@ from memkit.recording.module_calls import ModuleTrail, NotedCall
 from memkit.recording.recording import Recording, rewritten_bytes
 from memkit.recording.replay import Replay
 
-_MOSTLY = 0.6
+_MOSTLY = 0.6  # of what a call has saved: if like calls in it have saved more, it consists of them
 
 
 class RecordedForward(NumberedSaves):
@@ -76,6 +76,7 @@ class RecordedForward(NumberedSaves):
         self._streams: dict[Stream, None] = {}
         self._places: dict[int, list[int]] = {}
         self._awaited: list[int] = []
+        self._pinned: list[int] = []  # before the backward, in order
         self._now = 0
         self._calls: Sequence[NotedCall] = ()
         self._ended: Sequence[int] = ()
@@ -164,7 +165,7 @@ class RecordedForward(NumberedSaves):
             self._places.setdefault(value, []).append(place)
         for record in self.records():
             self.ledger.expect(record)
-        self._awaited = sorted(self.by_number)
+        self._awaited, self._pinned = sorted(self.by_number), sorted(self.recording.pinned)
 
     def note_request(self, record: Record, node: int) -> None:
         task = torch_private.backward_task()
@@ -178,11 +179,11 @@ class RecordedForward(NumberedSaves):
         self.use_nodes.append(node)
         while self._awaited and self.record_of(self._awaited[-1]) is None:
             self._awaited.pop()
-        latest, pinned = self._awaited[-1] if self._awaited else -1, self.recording.pinned
+        latest = self._awaited[-1] if self._awaited else -1
         while self._anchors.last > latest:
             self._anchors.release(self._anchors.last)  # no backward will ask for values made from it
-        while pinned and (last := max(pinned)) > latest:
-            del pinned[last]
+        while self._pinned and self._pinned[-1] > latest:
+            self.recording.pinned.pop(self._pinned.pop(), None)
         place = next((place for place in self._places.get(value, ()) if place >= self._now), None)
         self._now = self._now + 1 if place is None else place + 1
 

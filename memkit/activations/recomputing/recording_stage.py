@@ -55,6 +55,7 @@ class RecordingStage(Stage):
     innermost hooks outside. Later steps need not be recorded once they are known."""
 
     moves = False
+    _ample = 1.0  # above this fraction of the limit all ended calls are dropped, since nobody knows what comes
 
     def __init__(
         self,
@@ -95,11 +96,6 @@ class RecordingStage(Stage):
     @property
     def _needs_calls(self) -> bool:
         return self._needs_plan
-
-    @property
-    def _ample(self) -> float:
-        """Above this fraction of the limit, all ended calls are dropped, since nobody knows what comes."""
-        return 1.0
 
     @property
     def is_untouched(self) -> bool:  # type: ignore[override]  # a fact of the class in others
